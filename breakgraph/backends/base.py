@@ -1,0 +1,82 @@
+"""What a backend must do: record device work, run it again, and say who owns memory."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+
+import torch
+
+__all__ = ["Backend", "Segment"]
+
+
+class Segment(abc.ABC):
+    """One recorded piece of device work; final classes belong to the backends."""
+
+    @abc.abstractmethod
+    def launch(self) -> None:
+        """Run the recorded work again, on the stream of the replay. No host sync."""
+
+    @abc.abstractmethod
+    def reset(self) -> None:
+        """Give the recording back; it cannot be launched afterwards."""
+
+    @abc.abstractmethod
+    def describe(self) -> str:
+        """What it holds, in a few words, for `explain()`."""
+
+
+class Backend(abc.ABC):
+    """Records segments on one device. One backend belongs to one pool.
+
+    The order of calls in a capture: `capturing()` entered, then `begin` and `end` in turn, then left; `abort` in
+    place of `end` where the body raised.
+    """
+
+    name: str
+    device: torch.device
+
+    @abc.abstractmethod
+    def on_capture_stream(self) -> AbstractContextManager[None]:
+        """Make the capture stream current, ordered after the caller's, and the caller's after it on exit."""
+
+    @abc.abstractmethod
+    def capturing(self, generators: Iterable[torch.Generator]) -> AbstractContextManager[None]:
+        """Everything that must be in force for the whole capture: stream, hooks."""
+
+    @abc.abstractmethod
+    def begin(self) -> None:
+        """Begin a segment on this thread."""
+
+    @abc.abstractmethod
+    def end(self) -> Segment | None:
+        """End the segment and see to it that its work has run exactly once; None where it held no device work."""
+
+    @abc.abstractmethod
+    def abort(self) -> None:
+        """End a segment whose body raised, keep nothing of it. Raises nothing."""
+
+    @abc.abstractmethod
+    def replaying(self) -> None:
+        """Called at the start of every replay: order it after earlier replays of the pool, whatever their stream."""
+
+    @abc.abstractmethod
+    def made_by_a_segment(self, tensor: torch.Tensor) -> bool:
+        """True where the tensor's memory belongs to the pool that segments allocate from."""
+
+    @abc.abstractmethod
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself, or, where a segment made it, a view that does not keep its memory from being reused."""
+
+    @abc.abstractmethod
+    def synchronize(self) -> None:
+        """Wait for everything this pool has launched. Cost: a host sync."""
+
+    @abc.abstractmethod
+    def poison(self) -> None:
+        """Fill what segments computed with NaN (integers: -1 bits), so that a stale read shows."""
+
+    @abc.abstractmethod
+    def pool_bytes(self) -> int:
+        """Bytes of memory that recorded segments keep."""

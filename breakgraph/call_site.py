@@ -1,0 +1,36 @@
+"""Where in the user's code something happened: errors and `explain()` name that line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+__all__ = ["user_line"]
+
+_PACKAGE = Path(__file__).resolve().parent
+_TORCH = str(Path(torch.__file__).resolve().parent)
+
+
+def _is_ours(filename: str) -> bool:
+    """True for torch and for the core of this package; models and serving count as a user's code."""
+    if filename.startswith((_TORCH, "<")):
+        return True
+    path = Path(filename)
+    return path.parent == _PACKAGE or path.parent == _PACKAGE / "backends"
+
+
+def user_line() -> str:
+    """The innermost line of the stack outside torch and the core, as `file.py:12 in forward`.
+
+    Cost: a walk up the Python stack, a few microseconds; called at capture and in errors only.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_back is not None:
+        code = frame.f_code
+        # contextlib and functools carry decorators and context managers; they are nobody's line.
+        if not _is_ours(code.co_filename) and Path(code.co_filename).name not in ("contextlib.py", "functools.py"):
+            break
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

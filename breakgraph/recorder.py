@@ -1,0 +1,251 @@
+"""The capture state machine: what a marked function and a split do while a graph is being captured."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from breakgraph.bound_call import BoundCall
+from breakgraph.call_site import user_line
+from breakgraph.copy_back import learn
+from breakgraph.eager_on_graph import BreakSpec
+from breakgraph.errors import CaptureError, CaptureIllegalError, InternalError, LiveDataError
+from breakgraph.graph_pool import GraphPool
+from breakgraph.replay_context import Frame, MarkedCall, Phase, ReplayContext
+from breakgraph.replay_program import BreakCall, Modes, Step, StepKind, borrow_arguments
+from breakgraph.structure import flatten, map_leaves
+
+__all__ = ["Recorder", "State"]
+
+
+class State(enum.Enum):
+    """States of a capture: idle -> segment -> break -> segment ... -> sealed, or -> failed."""
+
+    IDLE = "idle"
+    SEGMENT = "segment"
+    BREAK = "break"
+    SEALED = "sealed"
+    FAILED = "failed"
+
+
+_MOVES = {
+    State.IDLE: {State.SEGMENT, State.FAILED},
+    State.SEGMENT: {State.BREAK, State.SEALED, State.FAILED},
+    State.BREAK: {State.SEGMENT, State.FAILED},
+    State.SEALED: set(),
+    State.FAILED: {State.FAILED},
+}
+
+
+class Recorder(Frame):
+    """Records one graph.
+
+    Args:
+        graph_name: For messages.
+        pool: Where segments and bridges go.
+        live: Live data of the capture by name.
+        padded_rows: Captured length of the token axis, where the caller knows it; else learnt from the first break.
+        barrier: Called before each break.
+    """
+
+    def __init__(
+        self,
+        graph_name: str,
+        *,
+        pool: GraphPool,
+        live: Mapping[str, Any],
+        padded_rows: int | None,
+        barrier: Callable[[], None] | None,
+    ) -> None:
+        self.context = ReplayContext(phase=Phase.CAPTURE, live=dict(live), padded_rows=padded_rows)
+        self.replay_context = ReplayContext(phase=Phase.REPLAY, padded_rows=padded_rows)
+        self.modes = Modes.current()
+        self.state = State.IDLE
+        self.steps: list[Step] = []
+        self._graph_name = graph_name
+        self._pool = pool
+        self._barrier = barrier
+        self._segment_line = ""
+        self._hoisted_addresses: set[int] = set()
+
+    @property
+    def is_in_segment(self) -> bool:
+        """True while device work is being recorded."""
+        return self.state is State.SEGMENT
+
+    # The moves.
+
+    def begin_segment(self) -> None:
+        """Idle or break -> segment."""
+        self._move(State.SEGMENT)
+        self._segment_line = user_line()
+        self._pool.backend.begin()
+
+    def seal(self) -> None:
+        """Segment -> sealed: the last segment ends."""
+        if self.state is State.FAILED:
+            raise CaptureError(
+                f"A break of {self._graph_name} raised during the capture, and the exception was swallowed.",
+                why="The steps after it were not recorded, so a replay would skip them.",
+                fix="Let exceptions of marked functions reach the end of the capture.",
+            )
+        self._end_segment()
+        self._move(State.SEALED)
+
+    def fail(self) -> None:
+        """Any state -> failed: nothing recorded is kept. Raises nothing."""
+        self._pool.backend.abort()
+        self.state = State.FAILED
+        for step in self.steps:
+            if step.segment is not None:
+                step.segment.reset()
+        self.steps.clear()
+
+    def _move(self, to: State) -> None:
+        if to not in _MOVES[self.state]:
+            raise InternalError(f"{self._graph_name}: a capture went from {self.state.value} to {to.value}.")
+        self.state = to
+
+    def _end_segment(self) -> None:
+        segment = self._pool.backend.end()
+        if segment is not None:
+            step = Step(
+                StepKind.SEGMENT, segment.describe(), line=self._segment_line, run=segment.launch, segment=segment
+            )
+            self.steps.append(step)
+
+    # What the model's code reaches.
+
+    def on_split(self) -> None:
+        """`break_graph()`: end the segment here and begin another."""
+        if self.state is State.SEGMENT:
+            self._end_segment()
+            self._move(State.BREAK)
+            self.begin_segment()
+
+    def on_marked_call(self, call: MarkedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A marked function: end the segment, run the function for real, freeze what it takes and returns."""
+        if self.state is State.BREAK:
+            return call.call(args, kwargs)  # a marked function inside a running break is part of that break
+        if not isinstance(call, BreakSpec):
+            raise InternalError(f"{type(call).__name__} reached a recorder.")
+        if self.state is not State.SEGMENT:
+            raise CaptureError(
+                f"break '{call.name}' was called after an earlier break of {self._graph_name} had raised.",
+                why="The capture has already failed, so nothing more can be recorded.",
+                fix="Let the exception of the marked function reach the end of the capture.",
+            )
+        line = user_line()
+        self._end_segment()
+        self._move(State.BREAK)
+        where = f"break '{call.name}' (step {len(self.steps)} of {self._graph_name})"
+        try:
+            model_value = self._run_break(call, args, kwargs, where=where, line=line)
+        except BaseException as error:
+            self._move(State.FAILED)
+            error.add_note(f"raised at capture in {where}, called at {line}")
+            raise
+        self.begin_segment()
+        return model_value
+
+    def _run_break(
+        self, spec: BreakSpec, args: tuple[Any, ...], kwargs: dict[str, Any], *, where: str, line: str
+    ) -> Any:
+        if self._barrier is not None:
+            self._barrier()
+        bound = spec.bind(args, kwargs)
+        self._bind_live(spec, bound, where=where)
+        leaves, _ = flatten((bound.args, bound.kwargs))
+        tensors = [leaf for _, leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self._refuse_grad(tensors, where=where)
+        if spec.hoist:
+            self._refuse_unhoistable(tensors, where=where)
+        function = spec.capture_stub or spec.function
+        result = function(*bound.args, **bound.kwargs)
+        backend = self._pool.backend
+        contract, model_value = learn(
+            result, spec=spec, where=where, arguments=tensors, arena=self._pool.arena, borrow=backend.borrow
+        )
+        borrowed = BoundCall(
+            [map_leaves(value, lambda _, leaf: borrow_arguments(leaf, backend.borrow)) for value in bound.args],
+            {
+                name: map_leaves(value, lambda _, leaf: borrow_arguments(leaf, backend.borrow))
+                for name, value in bound.kwargs.items()
+            },
+            places=bound.places,
+        )
+        modes = Modes.current()
+        break_call = BreakCall(
+            spec,
+            bound=borrowed,
+            contract=contract,
+            context=self.replay_context,
+            where=where,
+            modes=None if modes == self.modes else modes,
+        )
+        self._agree_on_rows(break_call)
+        if spec.hoist:
+            self._hoisted_addresses.update(
+                t.data_ptr() for _, t in flatten(model_value)[0] if isinstance(t, torch.Tensor)
+            )
+        kind = StepKind.HOISTED if spec.hoist else StepKind.BREAK
+        self.steps.append(Step(kind, spec.name, line=line, run=break_call.run, call=break_call))
+        return model_value
+
+    def _bind_live(self, spec: BreakSpec, bound: BoundCall, *, where: str) -> None:
+        live = self.context.live
+        for parameter, name in spec.live.items():
+            value = bound[parameter]
+            if name not in live:
+                self.context.live = {**live, name: value}
+                live = self.context.live
+            elif live[name] is not value:
+                raise LiveDataError(
+                    f"{where} binds another {type(value).__name__} to live data '{name}' than the capture has.",
+                    why="A replay rebinds one object to that name, so two different things would become one.",
+                    fix="Give the second its own name: live={'"
+                    + parameter
+                    + "': 'other_name'}; or pass the same object.",
+                )
+
+    def _refuse_grad(self, tensors: list[torch.Tensor], *, where: str) -> None:
+        if not torch.is_grad_enabled():
+            return
+        for tensor in tensors:
+            # A parameter is a leaf that a break only reads; a result of captured work carries an autograd graph.
+            if tensor.requires_grad and not tensor.is_leaf:
+                raise CaptureIllegalError(
+                    f"{where} received a tensor of shape {tuple(tensor.shape)} that requires grad, with grad mode on.",
+                    why="A replay builds no autograd graph, so its gradients would be those of the capture.",
+                    fix="Capture under torch.no_grad() or torch.inference_mode(); graphs here are for inference.",
+                )
+
+    def _refuse_unhoistable(self, tensors: list[torch.Tensor], *, where: str) -> None:
+        for tensor in tensors:
+            in_arena = self._pool.arena.holds(tensor) and tensor.data_ptr() not in self._hoisted_addresses
+            if in_arena or self._pool.backend.made_by_a_segment(tensor):
+                origin = "an ordinary break" if in_arena else "a segment"
+                raise CaptureError(
+                    f"{where} is hoisted and received a tensor of shape {tuple(tensor.shape)} made by {origin}.",
+                    why="At a replay it runs before the first segment, so it would read the last step's numbers.",
+                    fix="Give it static buffers and live data only, or take hoist=True off.",
+                )
+
+    def _agree_on_rows(self, call: BreakCall) -> None:
+        lengths = {tensor.shape[axis] for tensor, axis in call.spec.row_arguments(call.bound).values()}
+        lengths |= call.contract.row_lengths
+        if not lengths:
+            return
+        expected = self.context.padded_rows
+        if expected is None and len(lengths) == 1:
+            expected = next(iter(lengths))
+            self.context.padded_rows = self.replay_context.padded_rows = expected
+        if lengths != {expected}:
+            raise CaptureError(
+                f"{call.where} has token axes of length {sorted(lengths)}; this graph's is {expected}.",
+                why="valid_rows cuts all of them alike, so one graph has one token axis.",
+                fix="Leave other axes off rows=, or name the token axis of each with rows={'parameter': axis}.",
+            )

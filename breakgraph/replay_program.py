@@ -1,0 +1,166 @@
+"""The steps of a sealed graph: bound launches and bound break calls, run in order at every replay."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import torch
+
+from breakgraph.backends import Segment
+from breakgraph.bound_call import BoundCall, RowViews
+from breakgraph.copy_back import OutputContract
+from breakgraph.eager_on_graph import BreakSpec, live_value
+from breakgraph.replay_context import ReplayContext
+
+__all__ = ["BreakCall", "Modes", "Step", "StepKind"]
+
+_DEVICE_TYPES = ("cpu", "cuda")
+
+
+@attrs.frozen
+class Modes:
+    """Grad, inference and autocast modes: those of the capture are in force at every replay.
+
+    A copy into an inference tensor fails outside inference mode, and with grad on each copy-back would lengthen the
+    autograd graph.
+    """
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[bool, torch.dtype], ...]
+
+    @classmethod
+    def current(cls) -> Modes:
+        """The modes of this thread now."""
+        return cls(
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocast=tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICE_TYPES),
+        )
+
+    def in_force(self) -> bool:
+        """True where the thread is in these modes already. Cost: about a microsecond."""
+        return Modes.current() == self
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Enter them, and put the thread's own back."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(mode=self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for device_type, (enabled, dtype) in zip(_DEVICE_TYPES, self.autocast, strict=True):
+                if enabled != torch.is_autocast_enabled(device_type) or enabled:
+                    # The cache of cast weights is off: an entry made in one replay must not outlive it.
+                    stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False))
+            yield
+
+
+class BreakCall:
+    """One call of a break function, bound to the arguments of the capture.
+
+    Args:
+        spec: Options of the marked function.
+        bound: The captured arguments; a segment's temporaries are borrowed.
+        contract: What it must return.
+        context: The graph's context, filled anew for every replay.
+        where: Name and step, for messages.
+        modes: Modes in force when it was captured, where they differ from those of the capture; else None.
+    """
+
+    __slots__ = ("_row_names", "_views", "_writes", "bound", "context", "contract", "modes", "rows", "spec", "where")
+
+    def __init__(
+        self,
+        spec: BreakSpec,
+        *,
+        bound: BoundCall,
+        contract: OutputContract,
+        context: ReplayContext,
+        where: str,
+        modes: Modes | None,
+    ) -> None:
+        self.spec = spec
+        self.bound = bound
+        self.contract = contract
+        self.context = context
+        self.where = where
+        self.modes = modes
+        row_arguments = spec.row_arguments(bound)
+        self._row_names = tuple(row_arguments)
+        self._views = RowViews(tuple(row_arguments.values()))
+        self._writes = RowViews(tuple(row_arguments[name] for name in spec.writes if name in row_arguments))
+        lengths = {tensor.shape[axis] for tensor, axis in row_arguments.values()} | contract.row_lengths
+        self.rows: int | None = max(lengths, default=None)
+
+    def run(self) -> None:
+        """Call the function with this replay's live data and rows, and copy its result back.
+
+        Raises:
+            CopyBackError: It returned something else than at capture.
+            BaseException: Whatever the function raised, unchanged, with a note that names the break.
+        """
+        if self.modes is None:
+            self._run()
+            return
+        with self.modes.entered():
+            self._run()
+
+    def _run(self) -> None:
+        context = self.context
+        valid = context.valid_rows
+        if valid is not None and (self.rows is None or valid >= self.rows):
+            valid = None
+        bound = self.bound
+        if self.spec.live or valid is not None:
+            bound = bound.copy()
+            for parameter, name in self.spec.live.items():
+                bound[parameter] = live_value(context.live, name, where=self.where)
+            if valid is not None:
+                for parameter, view in zip(self._row_names, self._views.heads(valid), strict=True):
+                    bound[parameter] = view
+        try:
+            result = self.spec.function(*bound.args, **bound.kwargs)
+        except BaseException as error:
+            error.add_note(f"raised at replay in {self.where}")
+            raise
+        if valid is not None:
+            self._writes.zero_tails(valid)
+        self.contract.copy_back(result, rows=valid)
+
+
+class StepKind(enum.Enum):
+    """What a step of a graph does."""
+
+    SEGMENT = "segment"
+    BREAK = "break"
+    HOISTED = "hoisted break"
+
+
+@attrs.frozen(eq=False)
+class Step:
+    """One step of a sealed graph, as `explain()` shows it.
+
+    Attributes:
+        kind: Segment, break or hoisted break.
+        name: Name of the break, or what the segment holds.
+        line: Where the capture met it.
+        run: The bound launch or bound call.
+        segment: The segment, for a segment step.
+        call: The break call, for a break step.
+    """
+
+    kind: StepKind
+    name: str
+    line: str
+    run: Callable[[], None]
+    segment: Segment | None = None
+    call: BreakCall | None = None
+
+
+def borrow_arguments(value: Any, borrow: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`borrow(tensor)` for a tensor, anything else unchanged: a leaf function for `map_leaves`."""
+    return borrow(value) if isinstance(value, torch.Tensor) else value

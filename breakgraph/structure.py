@@ -1,0 +1,124 @@
+"""Flatten and rebuild what a break receives or returns.
+
+Tuples, lists, dicts, named tuples, everything registered with torch's pytree (such as a model's output class), and
+attrs classes and dataclasses, which pytree takes for leaves. Registering those with pytree was rejected: that changes
+how the user's classes behave everywhere else.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
+
+import attrs
+import torch
+from torch.utils import _pytree as pytree
+
+__all__ = ["flatten", "map_leaves"]
+
+T = TypeVar("T")
+
+_PLAIN = (torch.Tensor, int, float, bool, str, bytes, type(None))
+
+
+def flatten(value: Any) -> tuple[list[tuple[str, Any]], dict[str, type]]:
+    """Flatten a value to leaves with paths, and to the type of every container by path.
+
+    Args:
+        value: Any value.
+
+    Returns:
+        The leaves as (path, leaf), such as `("[0].hidden", tensor)`, in order, and {path: container type}. A value
+        that is no container is one leaf with an empty path.
+    """
+    leaves: list[tuple[str, Any]] = []
+    nodes: dict[str, type] = {}
+    _walk(value, path="", leaves=leaves, nodes=nodes)
+    return leaves, nodes
+
+
+def map_leaves(value: T, function: Callable[[str, Any], Any]) -> T:
+    """A copy of `value` with every leaf replaced by `function(path, leaf)`; `value` itself where nothing changed."""
+    return cast(T, _map(value, function, path=""))
+
+
+def _walk(value: Any, *, path: str, leaves: list[tuple[str, Any]], nodes: dict[str, type]) -> None:
+    children = _children(value)
+    if children is None:
+        leaves.append((path, value))
+        return
+    nodes[path] = type(value)
+    for key, child in children:
+        _walk(child, path=path + key, leaves=leaves, nodes=nodes)
+
+
+def _map(value: Any, function: Callable[[str, Any], Any], *, path: str) -> Any:
+    children = _children(value)
+    if children is None:
+        return function(path, value)
+    new = [(key, child, _map(child, function, path=path + key)) for key, child in children]
+    if all(child is mapped for _, child, mapped in new):
+        return value
+    return _rebuilt(value, [mapped for _, _, mapped in new], keys=[key for key, _ in children])
+
+
+def _children(value: Any) -> list[tuple[str, Any]] | None:
+    """(key, child) pairs of a container, or None for a leaf."""
+    if isinstance(value, _PLAIN):
+        return None
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return [(f"[{index}]", child) for index, child in enumerate(value)]
+    if kind is dict:
+        return [(f"[{key!r}]", child) for key, child in value.items()]
+    if _is_named_tuple(value):
+        return [(f".{name}", child) for name, child in zip(value._fields, value, strict=True)]
+    # The registry, not `tree_flatten`: its recursion leaves a reference cycle that holds the tensors, and with garbage
+    # collection off during a capture every break input would keep its block of the pool.
+    node = pytree.SUPPORTED_NODES.get(kind)
+    if node is not None:
+        children, _ = node.flatten_fn(value)
+        return list(zip(_keys(value, len(children)), children, strict=True))
+    fields = _fields(value)
+    return None if fields is None else [(f".{name}", getattr(value, name)) for name in fields]
+
+
+def _rebuilt(value: Any, children: list[Any], *, keys: list[str]) -> Any:
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind(children)
+    if kind is dict:
+        return dict(zip(value, children, strict=True))
+    if _is_named_tuple(value):
+        return kind._make(children)
+    node = pytree.SUPPORTED_NODES.get(kind)
+    if node is not None:
+        _, context = node.flatten_fn(value)
+        return node.unflatten_fn(children, context)
+    clone = copy.copy(value)
+    for key, child in zip(keys, children, strict=True):
+        # Frozen and slotted classes refuse setattr; their constructor may validate or convert, so it is not called.
+        object.__setattr__(clone, key[1:], child)
+    return clone
+
+
+def _is_named_tuple(value: Any) -> bool:
+    return isinstance(value, tuple) and isinstance(getattr(type(value), "_fields", None), tuple)
+
+
+def _fields(value: Any) -> list[str] | None:
+    if isinstance(value, type):
+        return None
+    if attrs.has(type(value)):
+        return [field.name for field in attrs.fields(type(value))]
+    if dataclasses.is_dataclass(value):
+        return [field.name for field in dataclasses.fields(value)]
+    return None
+
+
+def _keys(value: Any, count: int) -> Iterator[str]:
+    if isinstance(value, dict):
+        return (f"[{key!r}]" for key in value)
+    return (f"[{index}]" for index in range(count))
