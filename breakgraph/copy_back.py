@@ -17,7 +17,7 @@ import attrs
 import torch
 
 from breakgraph.bound_call import RowViews
-from breakgraph.eager_on_graph import BreakSpec
+from breakgraph.break_function import BreakSpec
 from breakgraph.errors import CaptureError, CaptureIllegalError, CopyBackError
 from breakgraph.structure import flatten, map_leaves
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from breakgraph.bound_call import BoundCall
+from breakgraph.break_function import BreakSpec
 from breakgraph.call_site import user_line
 from breakgraph.copy_back import learn
-from breakgraph.eager_on_graph import BreakSpec
 from breakgraph.errors import CaptureError, CaptureIllegalError, InternalError, LiveDataError
 from breakgraph.graph_pool import GraphPool
 from breakgraph.replay_context import Frame, MarkedCall, Phase, ReplayContext

@@ -12,8 +12,8 @@ import torch
 
 from breakgraph.backends import Segment
 from breakgraph.bound_call import BoundCall, RowViews
+from breakgraph.break_function import BreakSpec, live_value
 from breakgraph.copy_back import OutputContract
-from breakgraph.eager_on_graph import BreakSpec, live_value
 from breakgraph.replay_context import ReplayContext
 
 __all__ = ["BreakCall", "Modes", "Step", "StepKind"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from breakgraph import BreakableCUDAGraph, BreakableCUDAGraphCapture, break_graph, eager_on_graph
-from breakgraph.eager_on_graph import spec_of
+from breakgraph.break_function import spec_of
 from breakgraph.errors import ConfigError
 
 

@@ -1,0 +1,172 @@
+"""Where capture is allowed, and in which order: all keys eagerly first, then the captures, largest first.
+
+Capture happens at start-up only. A capture at run time may move a workspace that older graphs read, and they
+would then read freed memory, silently. The same reason makes two passes: a smaller key may need the larger
+workspace, so every key runs eagerly before the first capture.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+import attrs
+
+from breakgraph.errors import CaptureError
+from breakgraph.statistics import CapturePhase, KeyReport
+
+__all__ = ["CaptureProgress", "CaptureWindow", "KeyWork", "ProgressReporter", "two_passes"]
+
+_LOG = logging.getLogger(__name__)
+
+K = TypeVar("K")
+
+
+@attrs.frozen
+class CaptureProgress:
+    """How far a capture is; handed to `progress=` after each key of each phase.
+
+    Attributes:
+        phase: The phase. Capture and verification of a key follow each other.
+        key: The key just done.
+        done: Keys done in this phase.
+        total: Keys in this phase.
+    """
+
+    phase: CapturePhase
+    key: object
+    done: int
+    total: int
+
+
+ProgressReporter = Callable[[CaptureProgress], None]
+"""What `progress=` takes: called after each key of each phase."""
+
+
+class CaptureWindow:
+    """The span of time in which a runner may capture."""
+
+    def __init__(self) -> None:
+        self._open = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether capture is allowed now."""
+        return self._open
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Allow capture inside. Closed again whatever happens.
+
+        Garbage is collected once and collection is off inside: a collection during a capture could run the
+        destructor of an older graph. Nothing is frozen: `gc.unfreeze` would thaw what others froze.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            CaptureError: The window is open already.
+        """
+        if self._open:
+            raise CaptureError(
+                "the capture window of this runner is open already.",
+                why="The inner window would close the outer one.",
+                fix="Open it once around all captures of start-up.",
+            )
+        gc.collect()
+        was_enabled = gc.isenabled()
+        gc.disable()
+        self._open = True
+        try:
+            yield
+        finally:
+            self._open = False
+            if was_enabled:
+                gc.enable()
+
+    def require(self, what: str) -> None:
+        """Refuse to capture outside the window.
+
+        Args:
+            what: What was about to be captured.
+
+        Raises:
+            CaptureError: The window is closed.
+        """
+        if not self._open:
+            raise CaptureError(
+                f"{what}: capture outside the capture window.",
+                why="A capture may move a workspace that graphs captured before still read by address.",
+                fix="with runner.capture_window(): runner.capture(), at start-up.",
+            )
+
+
+@attrs.frozen
+class KeyWork(Generic[K]):
+    """What the passes do for one key.
+
+    Attributes:
+        warm_up: Run the key eagerly.
+        capture: Capture it; nothing is published yet.
+        verify: Prove the capture and publish it, or raise. None: published unproven by `capture`.
+    """
+
+    warm_up: Callable[[K], None]
+    capture: Callable[[K], None]
+    verify: Callable[[K], None] | None
+
+
+def two_passes(
+    keys: Sequence[K],
+    *,
+    work: KeyWork[K],
+    report: Callable[[K], KeyReport],
+    progress: ProgressReporter | None,
+) -> dict[K, str]:
+    """Run pass 1 (all keys eagerly) and pass 2 (captures, each verified at once), in the order given.
+
+    Failure is atomic per key: an exception of one is kept as text, the other keys go on. The text is all that
+    is kept: an exception would hold its frames, and they hold the tensors of the failed capture.
+
+    Args:
+        keys: Keys, largest first.
+        work: What is done for each.
+        report: Where times are noted.
+        progress: Called after each key of each phase.
+
+    Returns:
+        The failed keys and why.
+    """
+    failed: dict[K, str] = {}
+
+    def attempt(phase: CapturePhase, step: Callable[[K], None], key: K, done: int) -> bool:
+        begin = time.perf_counter()
+        try:
+            step(key)
+        except Exception as error:
+            failed[key] = f"{phase.value}: {_text(error)}"
+            _LOG.warning("%s of %s failed; this key will run eagerly", phase.value, key, exc_info=True)
+            return False
+        finally:
+            report(key).seconds[phase] = time.perf_counter() - begin
+            if progress is not None:
+                progress(CaptureProgress(phase, key, done, len(keys)))
+        return True
+
+    for done, key in enumerate(keys, start=1):
+        attempt(CapturePhase.WARM_UP, work.warm_up, key, done)
+    for done, key in enumerate(keys, start=1):
+        if key in failed or not attempt(CapturePhase.CAPTURE, work.capture, key, done):
+            continue
+        if work.verify is not None:
+            attempt(CapturePhase.VERIFY, work.verify, key, done)
+    return failed
+
+
+def _text(error: Exception) -> str:
+    notes = getattr(error, "__notes__", [])
+    return "\n".join([f"{type(error).__name__}: {error}", *notes])

@@ -1,0 +1,299 @@
+"""Decode: batches are padded to a bucket, and each graph key has a graph, usually a whole one.
+
+Padding rows are filled by each input's padding rule, or by the rows of a padding request (a *dummy*) that owns
+storage of its own, so that nothing a padding row writes belongs to a live request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import attrs
+import torch
+
+from breakgraph.buckets import Buckets
+from breakgraph.capture_window import ProgressReporter
+from breakgraph.errors import ConfigError
+from breakgraph.gates import Gate, Refusal
+from breakgraph.graph_builder import CapturedKey, Example, Work
+from breakgraph.graph_key import GraphKey, UnequalRequests, num_tokens
+from breakgraph.policy import CheckAddresses, Fallback, Policy, Verify
+from breakgraph.runner import GraphRunner
+from breakgraph.static_buffers import Extent, StaticInput
+from breakgraph.statistics import Reason
+from breakgraph.step import Prepared, Result
+from breakgraph.verification import Tolerance
+
+__all__ = ["DecodeRunner", "DummyProvider", "Example"]
+
+
+class DummyProvider(Protocol):
+    """Gives padding requests storage of their own. One dummy per draft length fills all padding rows of a step."""
+
+    def allocate(self, *, draft_len: int) -> Mapping[str, torch.Tensor] | None:
+        """Take storage for one padding request.
+
+        Args:
+            draft_len: Draft tokens of the request.
+
+        Returns:
+            By input name, the rows of the request on the input's symbolic axis (one on a REQUESTS axis,
+            `draft_len + 1` on a TOKENS axis); inputs left out are filled by their padding rule. None: no storage
+            is free now.
+        """
+        ...
+
+    def release(self, *, draft_len: int) -> None:
+        """Give the storage of the padding request of a draft length back.
+
+        Args:
+            draft_len: As in `allocate`.
+        """
+        ...
+
+
+class _Dummies:
+    """The padding requests that are held now."""
+
+    def __init__(self, provider: DummyProvider | None) -> None:
+        self.provider = provider
+        self._held: dict[int, Mapping[str, torch.Tensor]] = {}
+        self._suspended = False
+
+    def rows(self, draft_len: int) -> Mapping[str, torch.Tensor] | None:
+        """The rows for a draft length; tried again at every step while there is no storage."""
+        rows = self._held.get(draft_len)
+        if rows is None and self.provider is not None and not self._suspended:
+            rows = self.provider.allocate(draft_len=draft_len)
+            if rows is not None:
+                self._held[draft_len] = rows
+        return rows
+
+    def release(self) -> None:
+        """Give every padding request back, once."""
+        while self._held and self.provider is not None:
+            draft_len, _ = self._held.popitem()
+            self.provider.release(draft_len=draft_len)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Hold none inside; they are allocated again when next needed."""
+        self.release()
+        before, self._suspended = self._suspended, True
+        try:
+            yield
+        finally:
+            self._suspended = before
+
+
+class DecodeRunner(GraphRunner[GraphKey]):
+    """Replays the graph of a batch's key, with the batch padded to a bucket.
+
+    Args:
+        forward: Called as `forward(**inputs, **live)`. Returns tensors whose first axis is that of the tokens or of
+            the requests.
+        inputs: Declared inputs. `REQUESTS` is the batch size, `TOKENS` is `num_tokens(key)`.
+        buckets: Batch sizes that batches are rounded up to.
+        example: Returns inputs and live data for a key, for its whole padded batch; other values at each call.
+        device: Device of model and inputs.
+        keys: Every key to capture; by default one for each bucket. `GraphKey.product` lists variants.
+        beam_width: Beams per request.
+        dummies: Gives padding requests storage of their own.
+        state: What forward mutates: tensors, or objects with `save()` and `restore(saved)`. Device-fed inputs
+            are kept anyway. Verification holds three copies for a while: declare a saver for a large cache.
+        generators: The caller's own random generators that forward draws from.
+        modules: Modules whose parameters, buffers and submodules are watched.
+        gates: The caller's gates.
+        override: Names of soft gates to leave out.
+        verify: "first": a graph is published when one replay of it equals eager, bit for bit. "always": every
+            step is compared, slow. "never".
+        tolerance: Used only where eager differs from itself.
+        check_addresses: "first": before the first replay of each graph; "always"; "never".
+        fallback: "allow", or "error": a step that cannot use a graph is a NoGraphError.
+        expect_breaks: Number of breaks, or names and counts, that each graph must have.
+        plan: Host work of a step, called in `prepare` (and for every example) as `plan(key, live, padded_tokens)`;
+            for an eager step the key has the real batch size, and `padded_tokens` is its real token count. A step may be
+            prepared before the one before it is launched: device data that graphs read is for hooks to write.
+        hooks: Called as `hook(key, live)` after the copy-in and before each replay.
+        progress: Called after each key of each phase of a capture.
+        enabled: False: every step runs eagerly and nothing is captured.
+
+    Raises:
+        ConfigError: A key's batch size is no bucket, or options or declarations contradict each other.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        *,
+        inputs: Iterable[StaticInput],
+        buckets: Buckets,
+        example: Callable[[GraphKey], Example],
+        device: torch.device,
+        keys: Iterable[GraphKey] | None = None,
+        beam_width: int = 1,
+        dummies: DummyProvider | None = None,
+        state: Sequence[Any] = (),
+        generators: Sequence[torch.Generator] = (),
+        modules: Sequence[torch.nn.Module] = (),
+        gates: Sequence[Gate] = (),
+        override: Sequence[str] = (),
+        verify: Verify | str = Verify.FIRST,
+        tolerance: Tolerance | None = None,
+        check_addresses: CheckAddresses | str = CheckAddresses.FIRST,
+        fallback: Fallback | str = Fallback.ALLOW,
+        expect_breaks: int | Mapping[str, int] | None = None,
+        plan: Callable[[GraphKey, Mapping[str, Any], int], None] | None = None,
+        hooks: Sequence[Callable[[GraphKey, Mapping[str, Any]], None]] = (),
+        progress: ProgressReporter | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self.buckets = buckets
+        self._beam_width = beam_width
+        self._dummies = _Dummies(dummies)
+        keys = [GraphKey(size) for size in buckets.sizes] if keys is None else list(keys)
+        _refuse_odd_sizes(keys, buckets)
+        super().__init__(
+            Work(
+                forward=forward,
+                example=example,
+                state=state,
+                generators=generators,
+                plan=plan,
+                hooks=hooks,
+                expect_breaks=expect_breaks,
+            ),
+            policy=Policy(
+                modules=modules,
+                gates=gates,
+                override=override,
+                verify=verify,
+                tolerance=tolerance,
+                check_addresses=check_addresses,
+                fallback=fallback,
+                progress=progress,
+                enabled=enabled,
+            ),
+            inputs=inputs,
+            device=device,
+            keys=keys,
+        )
+
+    def prepare(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        *,
+        key: GraphKey | UnequalRequests,
+        live: Mapping[str, Any] | None = None,
+        tokens: int | None = None,
+    ) -> Prepared[GraphKey]:
+        """Do all host work of a step: checks, gates, key, padding request, planning, staging.
+
+        Host tensors are copied and may be refilled at once; device tensors are read by `launch`.
+
+        Args:
+            inputs: One tensor per copied input, with exactly the real rows on its symbolic axis.
+            key: The batch's key, with its real batch size; or what `GraphKey.for_batch` found to differ.
+            live: Live data of the step.
+            tokens: Real tokens of a batch whose requests differ; else `num_tokens(key)` is used.
+
+        Returns:
+            The step for `launch`.
+
+        Raises:
+            StaticInputError: An input differs from its declaration.
+            NoGraphError: No graph can be used, with `fallback="error"`.
+        """
+        if isinstance(key, UnequalRequests):
+            extent = Extent(key.batch_size if tokens is None else tokens, key.batch_size)
+            refusal = Refusal.of(Reason.UNEQUAL_REQUESTS, key.detail)
+            return self._prepare(inputs, key=GraphKey(key.batch_size), extent=extent, live=live, refusal=refusal)
+        return self._prepare(inputs, key=key, extent=self._extent(key), live=live)
+
+    def run(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        *,
+        key: GraphKey | UnequalRequests,
+        live: Mapping[str, Any] | None = None,
+        tokens: int | None = None,
+    ) -> Result[GraphKey]:
+        """`prepare`, then `launch`.
+
+        Args:
+            inputs: See `prepare`.
+            key: See `prepare`.
+            live: See `prepare`.
+            tokens: See `prepare`.
+
+        Returns:
+            The result of the step.
+        """
+        return self.launch(self.prepare(inputs, key=key, live=live, tokens=tokens))
+
+    @contextmanager
+    def suspend_dummies(self) -> Iterator[None]:
+        """Give padding requests back while blocks are moved; they are allocated anew when next needed.
+
+        Yields:
+            Nothing. A step inside that needs padding runs eagerly, counted as NO_DUMMY.
+        """
+        with self._dummies.suspended():
+            yield
+
+    def release_dummies(self) -> None:
+        """Give padding requests back; the next step that needs one takes it again."""
+        self._dummies.release()
+
+    def _name(self, key: GraphKey) -> str:
+        fields = [f.name for f in attrs.fields(GraphKey) if f.name != "batch_size"]
+        odd = [name for name in fields if getattr(key, name) != getattr(GraphKey(key.batch_size), name)]
+        return f"decode[{', '.join([str(key.batch_size), *(f'{name}={getattr(key, name)}' for name in odd)])}]"
+
+    def _extent(self, key: GraphKey) -> Extent:
+        return Extent(num_tokens(key, beam_width=self._beam_width), key.batch_size)
+
+    def _size(self, key: GraphKey) -> tuple[int, ...]:
+        return (self._extent(key).tokens, key.use_lora_graph, key.num_encoder_tokens)
+
+    def _round_up(self, key: GraphKey) -> GraphKey | Refusal:
+        size = self.buckets.round_up(key.batch_size)
+        if size is None:
+            return Refusal.of(
+                Reason.ABOVE_LARGEST_BUCKET, f"{key.batch_size} requests; the largest bucket is {self.buckets.largest}"
+            )
+        rounded = attrs.evolve(key, batch_size=size)
+        if rounded in self._keys or not key.num_encoder_tokens:
+            return rounded
+        extents = [
+            other.num_encoder_tokens
+            for other in self._keys
+            if other.num_encoder_tokens > key.num_encoder_tokens
+            and attrs.evolve(other, num_encoder_tokens=key.num_encoder_tokens) == rounded
+        ]
+        return attrs.evolve(rounded, num_encoder_tokens=min(extents)) if extents else rounded
+
+    def _padding(self, key: GraphKey, captured: CapturedKey[GraphKey]) -> Mapping[str, torch.Tensor] | Refusal | None:
+        if self._dummies.provider is None or key.batch_size == captured.target.key.batch_size:
+            return None
+        rows = self._dummies.rows(key.draft_len)
+        return Refusal.of(Reason.NO_DUMMY) if rows is None else rows
+
+    def _after_capture(self) -> None:
+        # While the cache is empty. A draft length whose every batch size has a graph of its own is never padded.
+        for draft_len in sorted({key.draft_len for key in self._captured}):
+            sizes = {key.batch_size for key in self._captured if key.draft_len == draft_len}
+            if len(sizes) < max(sizes):
+                self._dummies.rows(draft_len)
+
+
+def _refuse_odd_sizes(keys: list[GraphKey], buckets: Buckets) -> None:
+    odd = sorted({key.batch_size for key in keys} - set(buckets.sizes))
+    if odd:
+        raise ConfigError(
+            f"keys have batch sizes {odd}, which are no buckets; buckets are {list(buckets.sizes)}.",
+            why="Batches are rounded up to a bucket, so such a graph would never be used.",
+            fix="Add them to the buckets, or leave the keys out.",
+        )

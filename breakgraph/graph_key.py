@@ -1,0 +1,202 @@
+"""What chooses a graph: everything that changes the kernels of a step or a launch parameter of one.
+
+Two batches with equal keys run the same kernels with the same launch parameters; anything else belongs in
+`extra`. Keys are values: frozen, hashable, ordered.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from breakgraph.errors import ConfigError
+
+__all__ = ["Extra", "GraphKey", "PrefillKey", "SampleType", "UnequalRequests", "num_tokens"]
+
+Extra = tuple[tuple[str, Hashable], ...]
+"""What a user's own model adds to a key: pairs of a name and a hashable value."""
+
+
+class SampleType(enum.Enum):
+    """How much of sampling a decode graph holds."""
+
+    FULL = "full"
+    """No sampling in the graph: the caller samples from its logits."""
+    FAST = "fast"
+    """Sampling is captured."""
+
+
+def _extra(pairs: Extra) -> Extra:
+    """Sort by name, so that the order in which a caller lists its fields makes no second key."""
+    if not pairs:
+        return ()
+    names = [name for name, _ in pairs]
+    if len(set(names)) != len(names):
+        raise ConfigError(
+            f"extra names {names} are not unique.",
+            why="A name in `extra` stands for one coordinate of the key.",
+            fix="Give each pair its own name.",
+        )
+    return tuple(sorted(pairs, key=_extra_order))
+
+
+def _extra_order(pair: tuple[str, Hashable]) -> str:
+    return pair[0]
+
+
+@attrs.frozen(order=True, cache_hash=True)
+class GraphKey:
+    """Coordinates of a decode graph.
+
+    Attributes:
+        batch_size: Requests in the batch; of a captured graph, a bucket.
+        draft_len: Draft tokens per request; a request has `draft_len + 1` tokens in a step.
+        short_seq_len_mode: Sparse attention runs dense below a length threshold, with other kernels.
+        is_all_greedy_sample: Argmax instead of the full sampling path.
+        sample_type: Whether sampling is captured.
+        num_contexts: Context rows of an encoder-decoder batch.
+        context_query_len: Tokens of each of these.
+        num_encoder_tokens: Extent of cross-attention; rounded up to a captured one.
+        peft_cache_data_type: Type of the adapter cache, None without adapters.
+        use_lora_graph: Whether adapters are in the graph.
+        extra: What a user's own model adds, sorted by name.
+
+    Raises:
+        ConfigError: A count is negative, or names in `extra` repeat.
+    """
+
+    batch_size: int
+    draft_len: int = attrs.field(default=0, kw_only=True)
+    short_seq_len_mode: bool = attrs.field(default=False, kw_only=True)
+    is_all_greedy_sample: bool = attrs.field(default=False, kw_only=True)
+    sample_type: SampleType = attrs.field(default=SampleType.FAST, kw_only=True, order=lambda kind: kind.value)
+    num_contexts: int = attrs.field(default=0, kw_only=True)
+    context_query_len: int = attrs.field(default=0, kw_only=True)
+    num_encoder_tokens: int = attrs.field(default=0, kw_only=True)
+    peft_cache_data_type: torch.dtype | None = attrs.field(default=None, kw_only=True, order=str)
+    use_lora_graph: bool = attrs.field(default=False, kw_only=True)
+    extra: Extra = attrs.field(default=(), kw_only=True, converter=_extra, order=repr)
+
+    def __attrs_post_init__(self) -> None:
+        # One test instead of a validator per field: a key is built at every step.
+        if (
+            self.batch_size < 0
+            or self.draft_len < 0
+            or self.num_contexts < 0
+            or self.context_query_len < 0
+            or self.num_encoder_tokens < 0
+        ):
+            raise ConfigError(
+                f"{self} has a negative count.",
+                why="The counts of a graph key are numbers of rows and tokens.",
+                fix="Build the key from the batch with GraphKey.for_batch.",
+            )
+
+    @classmethod
+    def for_batch(
+        cls,
+        draft_lens: Sequence[int],
+        *,
+        context_query_lens: Sequence[int] = (),
+        short_seq_len_mode: bool = False,
+        is_all_greedy_sample: bool = False,
+        sample_type: SampleType = SampleType.FAST,
+        extra: Extra = (),
+    ) -> GraphKey | UnequalRequests:
+        """Build the key of a batch, if its requests agree with each other.
+
+        Args:
+            draft_lens: Draft length of each generation request.
+            context_query_lens: Tokens of each context request.
+            short_seq_len_mode: See the attribute.
+            is_all_greedy_sample: See the attribute.
+            sample_type: See the attribute.
+            extra: See the attribute.
+
+        Returns:
+            The key, or what differs: one batch has one draft length and one context length. A runner takes
+            either; the latter runs eagerly, counted as UNEQUAL_REQUESTS.
+        """
+        batch_size = len(draft_lens) + len(context_query_lens)
+        for what, lengths in (("draft lengths", draft_lens), ("context lengths", context_query_lens)):
+            if len(set(lengths)) > 1:
+                return UnequalRequests(batch_size, detail=f"{what} differ: {sorted(set(lengths))}")
+        return cls(
+            batch_size,
+            draft_len=draft_lens[0] if draft_lens else 0,
+            short_seq_len_mode=short_seq_len_mode,
+            is_all_greedy_sample=is_all_greedy_sample,
+            sample_type=sample_type,
+            num_contexts=len(context_query_lens),
+            context_query_len=context_query_lens[0] if context_query_lens else 0,
+            extra=extra,
+        )
+
+    @classmethod
+    def product(cls, batch_sizes: Iterable[int], **variants: Iterable[Any]) -> tuple[GraphKey, ...]:
+        """List all combinations of batch sizes and variants of the other fields.
+
+        Args:
+            batch_sizes: Usually `Buckets.sizes`.
+            **variants: For a field of this class, the values it takes, for example `draft_len=(0, 3)`.
+
+        Returns:
+            The keys, smallest first.
+
+        Raises:
+            ConfigError: No such field.
+        """
+        known = {field.name for field in attrs.fields(cls)} - {"batch_size"}
+        if unknown := sorted(set(variants) - known):
+            raise ConfigError(
+                f"GraphKey has no field {unknown}; it has {sorted(known)}.",
+                why="The variants to capture are the product of values of its fields.",
+                fix="Put a coordinate of your own model into extra.",
+            )
+        rows = itertools.product(batch_sizes, itertools.product(*variants.values()))
+        return tuple(sorted(cls(size, **dict(zip(variants, values, strict=True))) for size, values in rows))
+
+
+@attrs.frozen
+class UnequalRequests:
+    """A batch whose requests differ in what a key has one value for: not eligible for a graph.
+
+    Attributes:
+        batch_size: Requests in the batch.
+        detail: What differs.
+    """
+
+    batch_size: int
+    detail: str = attrs.field(default="", kw_only=True)
+
+
+@attrs.frozen(order=True, cache_hash=True)
+class PrefillKey:
+    """Coordinates of a prefill graph.
+
+    Attributes:
+        tokens: Token rows; of a captured graph, a bucket.
+        extra: What a user's own model adds, sorted by name.
+    """
+
+    tokens: int
+    extra: Extra = attrs.field(default=(), converter=_extra, order=repr)
+
+
+def num_tokens(key: GraphKey, *, beam_width: int = 1) -> int:
+    """Count the token rows of a decode step.
+
+    Args:
+        key: The coordinates of the graph.
+        beam_width: Beams per request.
+
+    Returns:
+        `num_contexts * context_query_len + (batch_size * beam_width - num_contexts) * (draft_len + 1)`.
+    """
+    generated = key.batch_size * beam_width - key.num_contexts
+    return key.num_contexts * key.context_query_len + generated * (key.draft_len + 1)

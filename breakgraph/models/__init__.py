@@ -1,0 +1,1 @@
+"""Decoders, attention and weights of the models that this package can run."""

@@ -1,0 +1,166 @@
+"""Paged attention in plain torch: the reference, on any device."""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from breakgraph.break_function import eager_on_graph
+from breakgraph.errors import LiveDataError
+from breakgraph.models.attention import Attention, BatchLayout, DecodeState, Int32Array
+
+__all__ = ["TorchAttention", "TorchBatch", "TorchDecodeState"]
+
+
+@attrs.frozen(eq=False)
+class TorchRequest:
+    """One request of a prefill step.
+
+    Attributes:
+        start: First row of the request.
+        stop: Row after its last.
+        length: Tokens after this step.
+        blocks: int64 (blocks,), on the device.
+        mask: bool (rows, length), True where a row may look; None for a fresh prompt (plain causal) or one row.
+    """
+
+    start: int
+    stop: int
+    length: int
+    blocks: torch.Tensor
+    mask: torch.Tensor | None
+
+    @property
+    def causal(self) -> bool:
+        """The prompt is fresh: row i looks at tokens 0 .. i."""
+        return self.mask is None and self.stop - self.start == self.length
+
+
+@attrs.frozen(eq=False)
+class TorchBatch:
+    """Live metadata of one prefill step.
+
+    Attributes:
+        rows: Real rows of the step.
+        requests: In the order of their rows.
+    """
+
+    rows: int
+    requests: tuple[TorchRequest, ...]
+
+
+@attrs.define(eq=False)
+class TorchDecodeState(DecodeState):
+    """Adds what the captured mask is made from.
+
+    Attributes:
+        token_index: int32 (max_blocks * block_size,): 0, 1, 2, ...
+    """
+
+    token_index: torch.Tensor
+
+
+class TorchAttention(Attention):
+    """Gathers a request's blocks and calls `scaled_dot_product_attention`.
+
+    Prefill goes through the requests one by one. Decode gathers `max_blocks` blocks of every row, so its cost
+    follows the context that the graph was made for, not the context that is there: give each context bucket its
+    own graph.
+    """
+
+    kind = "torch"
+
+    def plan_prefill(self, layout: BatchLayout) -> TorchBatch:
+        """See `Attention`. Copies every block table to the device; masks only for prompts that continue."""
+        requests = []
+        start = 0
+        for rows, length, table in zip(layout.query_lens, layout.seq_lens, layout.block_tables, strict=True):
+            stop = start + int(rows)
+            blocks = np.asarray(table[: self.shape.blocks_for(int(length))], dtype=np.int64)
+            requests.append(
+                TorchRequest(
+                    start,
+                    stop,
+                    int(length),
+                    torch.from_numpy(blocks).to(self.shape.device),
+                    self._mask(int(rows), int(length)),
+                )
+            )
+            start = stop
+        return TorchBatch(start, tuple(requests))
+
+    def _mask(self, rows: int, length: int) -> torch.Tensor | None:
+        if rows in (1, length):
+            return None
+        visible = torch.ones(rows, length, dtype=torch.bool, device=self.shape.device)
+        return visible.tril_(length - rows)
+
+    @eager_on_graph(name="attention", live=("batch",), rows=("q", "out"), writes=("out",))
+    def prefill(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor, batch: TorchBatch
+    ) -> None:
+        """See `Attention`. One call of the kernel for each request."""
+        _check_rows(q, batch.rows)
+        for request in batch.requests:
+            keys = _gather(k_cache, request.blocks)[:, : request.length]
+            values = _gather(v_cache, request.blocks)[:, : request.length]
+            rows = slice(request.start, request.stop)
+            attended = F.scaled_dot_product_attention(
+                q[rows].transpose(0, 1).unsqueeze(0),
+                keys.unsqueeze(0),
+                values.unsqueeze(0),
+                attn_mask=request.mask,
+                is_causal=request.causal,
+                enable_gqa=self.shape.group_size > 1,
+            )
+            out[rows].copy_(attended.squeeze(0).transpose(0, 1))
+
+    def decode_state(self, *, batch_size: int, max_context: int) -> TorchDecodeState:
+        """See `Attention`."""
+        blocks = self.shape.blocks_for(max_context)
+        index = torch.arange(blocks * self.shape.block_size, dtype=torch.int32, device=self.shape.device)
+        return TorchDecodeState(batch_size, max_context, blocks, index)
+
+    def decode(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        state: DecodeState,
+        block_tables: torch.Tensor,
+        seq_lens: torch.Tensor,
+    ) -> torch.Tensor:
+        """See `Attention`. Cost: a copy of batch_size * max_blocks blocks of keys and of values."""
+        assert isinstance(state, TorchDecodeState)
+        shape = self.shape
+        batch, tokens = q.shape[0], state.token_index.shape[0]
+        flat = block_tables.reshape(-1)
+        keys = k_cache.index_select(0, flat).view(batch, tokens, shape.num_kv_heads, shape.head_dim)
+        values = v_cache.index_select(0, flat).view(batch, tokens, shape.num_kv_heads, shape.head_dim)
+        visible = state.token_index < seq_lens.unsqueeze(1)
+        # The queries that share a key-value head take the place of a query length: they all see the same tokens,
+        # so no key is repeated and one mask serves the group.
+        grouped = q.reshape(batch, shape.num_kv_heads, shape.group_size, shape.head_dim)
+        attended = F.scaled_dot_product_attention(
+            grouped, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=visible[:, None, None, :]
+        )
+        return attended.reshape(batch, shape.num_heads, shape.head_dim)
+
+    def plan_decode(self, state: DecodeState, *, block_tables: Int32Array, seq_lens: Int32Array) -> None:
+        """See `Attention`. Nothing to plan: the captured kernels read the tables themselves."""
+
+
+def _gather(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """The tokens of `blocks`: (num_kv_heads, blocks * block_size, head_dim)."""
+    return cache.index_select(0, blocks).flatten(0, 1).transpose(0, 1)
+
+
+def _check_rows(q: torch.Tensor, rows: int) -> None:
+    if q.shape[0] != rows:
+        raise LiveDataError(
+            f"The attention received {q.shape[0]} rows; its batch describes {rows}.",
+            why="Rows that the batch does not describe would keep what an earlier step left in the output.",
+            fix="Pass valid_rows equal to the sum of query_lens of the layout that was planned.",
+        )

@@ -1,0 +1,241 @@
+"""The shape of a decoder: everything the forward pass needs to know, and nothing about where it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from breakgraph.errors import ConfigError
+
+__all__ = ["SUPPORTED_MODEL_TYPES", "DecoderConfig", "RopeConfig", "default_dtype"]
+
+SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+# Rope types whose frequencies do not depend on the length of the running sequence. The others would need a table
+# for each request, so they are refused by name.
+STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def default_dtype(device: torch.device) -> torch.dtype:
+    """The dtype that weights are held in when nobody chose one: bfloat16 on CUDA, float32 elsewhere."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+@attrs.frozen
+class RopeConfig:
+    """Rotary position embedding.
+
+    Attributes:
+        kind: One of `STATIC_ROPE_TYPES`.
+        theta: Base of the frequencies.
+        parameters: What the scaling of `kind` needs (factor, original_max_position_embeddings, ...), as
+            transformers names it in `rope_parameters`.
+    """
+
+    kind: str = "default"
+    theta: float = 10_000.0
+    parameters: Mapping[str, Any] = attrs.field(factory=dict, hash=False)
+
+
+@attrs.frozen
+class DecoderConfig:
+    """Shape of a Llama-like decoder.
+
+    Attributes:
+        model_type: Family as transformers names it: llama, mistral, qwen2 or qwen3.
+        vocab_size: Rows of the embedding and of the output matrix.
+        hidden_size: Width of the residual stream.
+        intermediate_size: Width of the gated MLP.
+        num_layers: Decoder layers.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads; divides `num_heads`.
+        head_dim: Width of one head; `num_heads * head_dim` may differ from `hidden_size`.
+        max_positions: Longest sequence, in tokens, that the weights were trained or scaled for.
+        rms_norm_eps: Epsilon of every RMS norm.
+        tie_word_embeddings: The output matrix is the embedding.
+        qkv_bias: Biases on the q, k and v projections.
+        o_bias: A bias on the attention's output projection.
+        qk_norm: RMS norms over each head of q and k, before rope (Qwen3).
+        rope: Rotary embedding.
+        sliding_window: Tokens that a token may look back on, itself included; None means all. This decoder has
+            no windowed attention, see `check_positions`.
+        dtype: What the weights are held in.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    rope: RopeConfig = attrs.field(factory=RopeConfig)
+    sliding_window: int | None = None
+    dtype: torch.dtype = torch.float32
+
+    def __attrs_post_init__(self) -> None:
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"{self.model_type}: {self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads.",
+                why="Grouped attention gives every key-value head the same number of query heads.",
+                fix="Correct num_attention_heads or num_key_value_heads in the model's config.json.",
+            )
+        if self.head_dim % 2:
+            raise ConfigError(
+                f"{self.model_type}: head_dim {self.head_dim} is odd.",
+                why="Rotary embedding turns pairs of channels.",
+                fix="Use a model with an even head dimension.",
+            )
+
+    @property
+    def q_size(self) -> int:
+        """Columns of the query projection."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Columns of the key projection, and of the value projection."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes that one token takes in the KV cache, over all layers."""
+        return 2 * self.num_layers * self.kv_size * self.dtype.itemsize
+
+    def check_positions(self, positions: int) -> None:
+        """Refuse to serve sequences of `positions` tokens that this decoder would compute wrongly.
+
+        Args:
+            positions: The longest sequence that will be served, in tokens, prompt and answer together.
+
+        Raises:
+            ConfigError: Beyond the model's positions, or beyond a sliding window: within the window, windowed and
+                full attention are the same thing, so only longer sequences are refused.
+        """
+        if positions > self.max_positions:
+            raise ConfigError(
+                f"{self.model_type}: sequences of {positions} tokens were asked for; the model has "
+                f"{self.max_positions} positions.",
+                why="Beyond its positions a model writes nonsense without any error.",
+                fix=f"Serve at most {self.max_positions} tokens a sequence.",
+            )
+        if self.sliding_window is not None and positions > self.sliding_window:
+            raise ConfigError(
+                f"{self.model_type}: sliding_window={self.sliding_window} is active below the {positions} positions "
+                "to be served.",
+                why="This decoder attends to every earlier token, so longer sequences would give other numbers.",
+                fix=f"Serve at most {self.sliding_window} tokens a sequence (max_seq_len={self.sliding_window}).",
+            )
+
+    @classmethod
+    def from_transformers(cls, config: Any, *, dtype: torch.dtype = torch.float32) -> DecoderConfig:
+        """Read a configuration of transformers (5.17 or newer).
+
+        Args:
+            config: A `PreTrainedConfig` of one of the supported families.
+            dtype: What the weights will be held in.
+
+        Raises:
+            ConfigError: Another family, a quantised checkpoint, or an option that changes the numbers and that this
+                decoder does not have. The option is named.
+        """
+        values: dict[str, Any] = config.to_dict()
+        family = str(values.get("model_type"))
+        if family not in SUPPORTED_MODEL_TYPES:
+            raise ConfigError(
+                f"Model type {family!r} has no decoder here; supported are {', '.join(SUPPORTED_MODEL_TYPES)}.",
+                why="Every family needs its own forward pass, and a near miss would give wrong numbers silently.",
+                fix="Use a model of a supported family.",
+            )
+        _refuse_quantised(values, family)
+        _refuse(values, family, "hidden_act", "silu")
+        _refuse(values, family, "mlp_bias", False)
+        bias = bool(values.get("attention_bias", False))
+        heads = int(values["num_attention_heads"])
+        return cls(
+            model_type=family,
+            vocab_size=int(values["vocab_size"]),
+            hidden_size=int(values["hidden_size"]),
+            intermediate_size=int(values["intermediate_size"]),
+            num_layers=int(values["num_hidden_layers"]),
+            num_heads=heads,
+            num_kv_heads=int(values.get("num_key_value_heads") or heads),
+            head_dim=int(values.get("head_dim") or values["hidden_size"] // heads),
+            max_positions=int(values["max_position_embeddings"]),
+            rms_norm_eps=float(values["rms_norm_eps"]),
+            # `to_dict` drops values that equal the family's default in some releases; the attribute is always there.
+            tie_word_embeddings=bool(config.tie_word_embeddings),
+            qkv_bias=bias or family == "qwen2",
+            o_bias=bias and family in ("llama", "qwen3"),
+            qk_norm=family == "qwen3",
+            rope=_rope(values.get("rope_parameters") or {}, family),
+            sliding_window=_sliding_window(values),
+            dtype=dtype,
+        )
+
+
+def _refuse(values: Mapping[str, Any], family: str, option: str, expected: object) -> None:
+    got = values.get(option, expected)
+    if got != expected:
+        raise ConfigError(
+            f"{family}: {option}={got!r} is not supported, only {expected!r} is.",
+            why="Ignoring the option would give other numbers than the model was trained for.",
+            fix=f"Use a model with {option}={expected!r}.",
+        )
+
+
+def _refuse_quantised(values: Mapping[str, Any], family: str) -> None:
+    quantised = values.get("quantization_config")
+    if not quantised:
+        return
+    method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
+    raise ConfigError(
+        f"{family}: the checkpoint is quantised (quantization_config, method {method!r}).",
+        why="Its tensors are packed; read as plain weights they would be noise.",
+        fix="Use the unquantised checkpoint (float32, float16 or bfloat16) of the same model, or a GGUF file.",
+    )
+
+
+def _rope(parameters: Mapping[str, Any], family: str) -> RopeConfig:
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        raise ConfigError(
+            f"{family}: rope_parameters differ between layer types: {', '.join(sorted(parameters))}.",
+            why="This decoder has one rope table for all layers.",
+            fix="Use a model with one set of rope parameters.",
+        )
+    kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
+    if kind not in STATIC_ROPE_TYPES:
+        raise ConfigError(
+            f"{family}: rope type {kind!r} is not supported; supported are {', '.join(STATIC_ROPE_TYPES)}.",
+            why="Its frequencies change with the length of the running sequence, and a table cannot.",
+            fix="Use a model, or a rope_parameters entry, of a supported type.",
+        )
+    if (parameters.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise ConfigError(
+            f"{family}: partial_rotary_factor={parameters['partial_rotary_factor']} is not supported.",
+            why="This decoder turns every channel of a head.",
+            fix="Use a model that rotates whole heads (partial_rotary_factor 1.0).",
+        )
+    theta = float(parameters.get("rope_theta") or 10_000.0)
+    extra = {k: v for k, v in parameters.items() if k not in ("rope_type", "type", "rope_theta") and v is not None}
+    return RopeConfig(kind=kind, theta=theta, parameters=extra)
+
+
+def _sliding_window(values: Mapping[str, Any]) -> int | None:
+    window = values.get("sliding_window")
+    layers = values.get("layer_types")
+    if window is None or values.get("use_sliding_window") is False:
+        return None
+    if layers and "sliding_attention" not in layers:
+        return None
+    return int(window)

@@ -1,0 +1,181 @@
+"""A decoder for Llama, SmolLM2, Mistral, Qwen2 and Qwen3, over packed rows and a paged cache.
+
+One forward serves prefill and decode: rows are tokens, whoever they belong to. `positions` says where in its
+sequence each token stands, `slots` where its key and value go, and `attend` how the rows see one another. The
+differences between the families are three flags: biases on q, k and v, a bias on the output, norms on q and k.
+
+Everything here is device work of fixed shape, so all of it may lie in a graph; only `attend` decides for itself
+whether it is a break.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from breakgraph.models.attention import KVLayer
+from breakgraph.models.config import DecoderConfig
+from breakgraph.models.ops import Ops, make_ops
+from breakgraph.models.rope import rope_table
+
+__all__ = ["Attend", "LlamaDecoder"]
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""`attend(layer, q, k_cache, v_cache) -> out`: q and out are (T, num_heads, head_dim)."""
+
+
+def _parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
+    # Inference only: a parameter that asked for gradients would drag autograd into every capture.
+    return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """`x @ weight.T + bias`; several projections of a checkpoint may share it, one below the other."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = _parameter(outputs, inputs, device=device, dtype=dtype)
+        self.bias = _parameter(outputs, device=device, dtype=dtype) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(T, inputs) -> (T, outputs)."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and gated MLP, each behind a norm."""
+
+    def __init__(self, config: DecoderConfig, *, ops: Ops, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.ops = ops
+
+        def linear(inputs: int, outputs: int, bias: bool = False) -> Linear:
+            return Linear(inputs, outputs, bias=bias, device=device, dtype=dtype)
+
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.input_norm = _parameter(hidden, device=device, dtype=dtype)
+        self.qkv_proj = linear(hidden, config.q_size + 2 * config.kv_size, config.qkv_bias)
+        self.q_norm = _parameter(config.head_dim, device=device, dtype=dtype) if config.qk_norm else None
+        self.k_norm = _parameter(config.head_dim, device=device, dtype=dtype) if config.qk_norm else None
+        self.o_proj = linear(config.q_size, hidden, config.o_bias)
+        self.post_attention_norm = _parameter(hidden, device=device, dtype=dtype)
+        self.gate_up_proj = linear(hidden, 2 * inner)
+        self.down_proj = linear(inner, hidden)
+
+    def attention_inputs(
+        self, normed: torch.Tensor, positions: torch.Tensor, table: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values of (T, H) rows, turned by rope: (T, heads, head_dim) each."""
+        config = self.config
+        qkv = self.qkv_proj(normed).split((config.q_size, config.kv_size, config.kv_size), dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, config.head_dim)) for part in qkv)
+        if self.q_norm is not None and self.k_norm is not None:
+            q = self.ops.rms_norm(q, self.q_norm, config.rms_norm_eps)
+            k = self.ops.rms_norm(k, self.k_norm, config.rms_norm_eps)
+        q, k = self.ops.rope(q, k, positions, table)
+        return q, k, v
+
+    def mlp(self, normed: torch.Tensor) -> torch.Tensor:
+        """(T, H) -> (T, H)."""
+        down: torch.Tensor = self.down_proj(self.ops.silu_and_mul(self.gate_up_proj(normed)))
+        return down
+
+
+class LlamaDecoder(nn.Module):
+    """Embedding, layers, final norm and output matrix. Parameters are uninitialised until they are loaded.
+
+    Args:
+        config: Shape of the decoder.
+        device: Where the parameters are made.
+        dtype: What they are held in; None takes the configuration's.
+        max_positions: Rows of the rope table; None takes the configuration's.
+        ops: Elementwise kernels; None chooses them for device and dtype.
+    """
+
+    rope: torch.Tensor
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype | None = None,
+        max_positions: int | None = None,
+        ops: Ops | None = None,
+    ) -> None:
+        super().__init__()
+        device, dtype = torch.device(device), dtype or config.dtype
+        self.config = config
+        self.ops = ops or make_ops(device, dtype)
+        self.embed_tokens = _parameter(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, ops=self.ops, device=device, dtype=dtype) for _ in range(config.num_layers)
+        )
+        self.norm = _parameter(config.hidden_size, device=device, dtype=dtype)
+        self.lm_head = (
+            self.embed_tokens
+            if config.tie_word_embeddings
+            else _parameter(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
+        )
+        table = rope_table(config, positions=max_positions or config.max_positions)
+        self.register_buffer("rope", table.to(device), persistent=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.embed_tokens.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the weights, the residual stream and the cache are held in."""
+        return self.embed_tokens.dtype
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Token ids (T,), int32 or int64, to rows (T, H)."""
+        return F.embedding(token_ids, self.embed_tokens)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        *,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        kv: Sequence[KVLayer],
+        attend: Attend,
+    ) -> torch.Tensor:
+        """Run all layers over packed rows.
+
+        Args:
+            hidden: (T, H), from `embed`. It may be overwritten.
+            positions: int64 (T,), each below the rows of the rope table.
+            slots: int64 (T,), where each row's key and value go: `block * block_size + offset`; 0 for padding rows.
+            kv: One pair of caches for each layer; written at `slots`.
+            attend: Attention of one layer over the cache just written.
+
+        Returns:
+            (T, H), after the final norm.
+        """
+        eps = self.config.rms_norm_eps
+        layers = cast("Sequence[DecoderLayer]", self.layers)
+        residual = hidden
+        normed = self.ops.rms_norm(hidden, layers[0].input_norm, eps)
+        for index, layer in enumerate(layers):
+            q, k, v = layer.attention_inputs(normed, positions, self.rope)
+            k_cache, v_cache = kv[index]
+            # `view` and not `flatten`: of a cache that is not dense, flatten would make a copy and write to that.
+            k_cache.view(-1, *k.shape[1:]).index_copy_(0, slots, k)
+            v_cache.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
+            attended = layer.o_proj(attend(index, q, k_cache, v_cache).flatten(1))
+            normed, residual = self.ops.add_rms_norm(attended, residual, layer.post_attention_norm, eps)
+            following = layers[index + 1].input_norm if index + 1 < len(layers) else self.norm
+            normed, residual = self.ops.add_rms_norm(layer.mlp(normed), residual, following, eps)
+        return normed
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Scores of the next token: rows (R, H) after `forward` to float32 (R, vocab_size)."""
+        return F.linear(hidden, self.lm_head).float()

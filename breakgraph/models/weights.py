@@ -1,0 +1,237 @@
+"""From a path to a model that can run: `load_model`, and `random_model` for measurements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import attrs
+import torch
+
+from breakgraph.errors import ConfigError
+from breakgraph.models.checkpoint import Progress, load_safetensors
+from breakgraph.models.config import SUPPORTED_MODEL_TYPES, DecoderConfig, default_dtype
+from breakgraph.models.demo import demo_gguf
+from breakgraph.models.generation import GenerationDefaults, read_json
+from breakgraph.models.gguf_cache import gguf_folder, is_gguf
+from breakgraph.models.llama import DecoderLayer, LlamaDecoder
+
+__all__ = ["DEMO", "LoadedModel", "load_model", "random_model", "weight_targets"]
+
+DEMO = "demo"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+@attrs.frozen(eq=False)
+class LoadedModel:
+    """A model and what is needed to use it.
+
+    Attributes:
+        decoder: The weights, ready to run.
+        config: Its shape.
+        tokenizer: Of transformers; None for a folder without one.
+        generation: Where to stop and how to sample by default.
+        max_positions: Longest sequence that may be served, in tokens.
+        source: Where it came from, for people.
+    """
+
+    decoder: LlamaDecoder
+    config: DecoderConfig
+    tokenizer: Any
+    generation: GenerationDefaults
+    max_positions: int
+    source: str
+
+
+def load_model(
+    path: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    max_positions: int | None = None,
+    cache_root: Path | None = None,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Load a Hugging Face folder, a GGUF file or the demo model.
+
+    Args:
+        path: A folder with config.json and safetensors, a GGUF file, a folder that holds one, or "demo".
+        device: Where the weights go.
+        dtype: What they are held in; None takes bfloat16 on CUDA and float32 elsewhere.
+        max_positions: Longest sequence that will be served, in tokens; None takes the model's. A model with a
+            sliding window can be served up to its window.
+        cache_root: Where converted GGUF files are kept; None takes `~/.cache/breakgraph`.
+        progress: Called as `progress(stage, done, total)`.
+
+    Returns:
+        The model. Peak memory is its weights plus one tensor of the checkpoint.
+
+    Raises:
+        ConfigError: The path is no model, the model cannot be run here, or its files are damaged.
+    """
+    folder = _model_folder(path, cache_root=cache_root, progress=progress)
+    device = torch.device(device)
+    dtype = dtype or default_dtype(device)
+    hf_config = _transformers_config(folder)
+    config = DecoderConfig.from_transformers(hf_config, dtype=dtype)
+    served = config.max_positions if max_positions is None else max_positions
+    config.check_positions(served)
+    tokenizer = _tokenizer(folder)
+    generation = GenerationDefaults.from_folder(folder, config=hf_config, tokenizer=tokenizer)
+    # Weights made under inference mode could not be written to outside of it.
+    with torch.inference_mode(False):
+        decoder = LlamaDecoder(config, device=device, dtype=dtype, max_positions=served)
+        load_safetensors(
+            folder,
+            weight_targets(decoder),
+            ignored=("lm_head.weight",) if config.tie_word_embeddings else (),
+            progress=progress,
+        )
+    return LoadedModel(decoder.eval(), config, tokenizer, generation, served, str(path))
+
+
+def random_model(
+    config: DecoderConfig, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None, seed: int = 0
+) -> LoadedModel:
+    """A model of a given shape with random weights, for measurements and tests.
+
+    Args:
+        config: Its shape.
+        device: Where the weights are made; the same seed gives other weights on another device.
+        dtype: What they are held in; None takes bfloat16 on CUDA and float32 elsewhere.
+        seed: Of the weights.
+
+    Returns:
+        The model, without tokenizer and without EOS.
+    """
+    device = torch.device(device)
+    dtype = dtype or default_dtype(device)
+    config = attrs.evolve(config, dtype=dtype)
+    generator = torch.Generator(device=device).manual_seed(seed)
+    with torch.inference_mode(False), torch.no_grad():
+        decoder = LlamaDecoder(config, device=device, dtype=dtype)
+        for name, parameter in decoder.named_parameters():
+            if name.endswith("norm"):
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0.0, 0.02, generator=generator)
+    return LoadedModel(
+        decoder.eval(), config, None, GenerationDefaults(), config.max_positions, f"random {config.model_type}"
+    )
+
+
+def weight_targets(decoder: LlamaDecoder) -> dict[str, torch.Tensor]:
+    """Where each tensor of a checkpoint goes: whole parameters, or rows of merged ones.
+
+    Args:
+        decoder: Its parameters are the targets; views share their memory.
+
+    Returns:
+        Targets by the names that transformers saves.
+    """
+    config = decoder.config
+    targets: dict[str, torch.Tensor] = {
+        "model.embed_tokens.weight": decoder.embed_tokens,
+        "model.norm.weight": decoder.norm,
+    }
+    if not config.tie_word_embeddings:
+        targets["lm_head.weight"] = decoder.lm_head
+    for index, module in enumerate(decoder.layers):
+        layer = cast("DecoderLayer", module)
+        for name, target in _layer_targets(layer, config).items():
+            targets[f"model.layers.{index}.{name}"] = target
+    return targets
+
+
+def _layer_targets(layer: DecoderLayer, config: DecoderConfig) -> dict[str, torch.Tensor]:
+    gate, up = layer.gate_up_proj.weight.chunk(2)
+    targets: dict[str, torch.Tensor] = {
+        "input_layernorm.weight": layer.input_norm,
+        "post_attention_layernorm.weight": layer.post_attention_norm,
+        "self_attn.o_proj.weight": layer.o_proj.weight,
+        "mlp.gate_proj.weight": gate,
+        "mlp.up_proj.weight": up,
+        "mlp.down_proj.weight": layer.down_proj.weight,
+    }
+    rows = [config.q_size, config.kv_size, config.kv_size]
+    for part, weight in zip("qkv", torch.split(layer.qkv_proj.weight, rows), strict=True):
+        targets[f"self_attn.{part}_proj.weight"] = weight
+    if layer.qkv_proj.bias is not None:
+        for part, bias in zip("qkv", torch.split(layer.qkv_proj.bias, rows), strict=True):
+            targets[f"self_attn.{part}_proj.bias"] = bias
+    if layer.o_proj.bias is not None:
+        targets["self_attn.o_proj.bias"] = layer.o_proj.bias
+    if layer.q_norm is not None and layer.k_norm is not None:
+        targets["self_attn.q_norm.weight"] = layer.q_norm
+        targets["self_attn.k_norm.weight"] = layer.k_norm
+    return targets
+
+
+def _model_folder(path: str | Path, *, cache_root: Path | None, progress: Progress | None) -> Path:
+    """The Hugging Face folder behind a path, converting a GGUF where needed."""
+    where = demo_gguf() if str(path) == DEMO else Path(path).expanduser()
+    if where.is_dir():
+        if (where / "config.json").is_file():
+            return where
+        where = _only_gguf(where)
+    elif not where.is_file():
+        raise ConfigError(
+            f"There is no model at {where}.",
+            why="A model is a folder with config.json and safetensors, or a GGUF file.",
+            fix='Correct the path, use "demo", or fetch one first: hf download NAME --local-dir FOLDER',
+        )
+    elif not is_gguf(where):
+        raise ConfigError(
+            f"{where} is neither a folder nor a GGUF file.",
+            why="A model is a folder with config.json and safetensors, or a GGUF file.",
+            fix="Give the folder that holds config.json.",
+        )
+    return gguf_folder(where, cache_root=cache_root, progress=progress)
+
+
+def _only_gguf(folder: Path) -> Path:
+    found = sorted(folder.glob("*.gguf"))
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(file.name for file in found)
+    raise ConfigError(
+        f"{folder} has several GGUF files: {names}." if found else f"{folder} has neither config.json nor a GGUF file.",
+        why="A model is a folder with config.json and safetensors, or a GGUF file.",
+        fix="Name one of the files." if found else "Give the folder that holds config.json.",
+    )
+
+
+def _transformers_config(folder: Path) -> Any:
+    raw = read_json(folder / "config.json")
+    if raw.get("model_type") not in SUPPORTED_MODEL_TYPES:
+        raise ConfigError(
+            f"{folder}: model type {raw.get('model_type')!r} has no decoder here; supported are "
+            f"{', '.join(SUPPORTED_MODEL_TYPES)}.",
+            why="Every family needs its own forward pass, and a near miss would give wrong numbers silently.",
+            fix="Use a model of a supported family.",
+        )
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # transformers validates with errors of several libraries
+        raise ConfigError(
+            f"{folder / 'config.json'} is refused by transformers: {error}",
+            why="It says what the model is.",
+            fix="Use the config.json that came with the weights, or a newer transformers.",
+        ) from error
+
+
+def _tokenizer(folder: Path) -> Any:
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # the same
+        raise ConfigError(
+            f"The tokenizer of {folder} cannot be read: {error}",
+            why="Without it text cannot become tokens.",
+            fix="Download the tokenizer files again, or remove them all to use token ids only.",
+        ) from error

@@ -1,0 +1,99 @@
+"""How a runner decides: when a graph is verified, when addresses are compared, what happens without a graph."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import TypeVar
+
+import attrs
+import torch
+
+from breakgraph.capture_window import ProgressReporter
+from breakgraph.errors import ConfigError
+from breakgraph.gates import Gate
+from breakgraph.verification import Tolerance
+
+__all__ = ["CheckAddresses", "Fallback", "Policy", "Verify"]
+
+
+class Verify(enum.Enum):
+    """When a graph is compared with eager."""
+
+    FIRST = "first"
+    """Once, before it is published."""
+    ALWAYS = "always"
+    """At every step as well: slow, for debugging."""
+    NEVER = "never"
+
+
+class CheckAddresses(enum.Enum):
+    """When the addresses of static inputs, parameters and buffers are compared with those of the capture."""
+
+    FIRST = "first"
+    """Before the first replay of each graph."""
+    ALWAYS = "always"
+    """Before every replay: about 0.15 us for each parameter, buffer and submodule."""
+    NEVER = "never"
+
+
+class Fallback(enum.Enum):
+    """What happens to a step that cannot use a graph."""
+
+    ALLOW = "allow"
+    """It runs eagerly and is counted."""
+    ERROR = "error"
+    """NoGraphError, for tests."""
+
+
+E = TypeVar("E", bound=enum.Enum)
+
+
+def _member(kind: type[E], value: E | str, *, name: str) -> E:
+    try:
+        return kind(value)
+    except ValueError:
+        raise ConfigError(
+            f"{name}={value!r}; expected one of {[member.value for member in kind]}.",
+            why="It decides what the runner does when a graph may not be trusted or used.",
+            fix=f"Pass {name}={next(iter(kind)).value!r}, the default.",
+        ) from None
+
+
+def _verify(value: Verify | str) -> Verify:
+    return _member(Verify, value, name="verify")
+
+
+def _check_addresses(value: CheckAddresses | str) -> CheckAddresses:
+    return _member(CheckAddresses, value, name="check_addresses")
+
+
+def _fallback(value: Fallback | str) -> Fallback:
+    return _member(Fallback, value, name="fallback")
+
+
+@attrs.frozen(kw_only=True)
+class Policy:
+    """How a runner decides.
+
+    Attributes:
+        modules: Modules whose parameters, buffers and submodules are watched.
+        gates: The caller's gates.
+        override: Names of soft gates to leave out.
+        verify: When a graph is compared with eager: "first", "always", "never".
+        tolerance: Used only where eager differs from itself.
+        check_addresses: When addresses are compared: "first", "always", "never".
+        fallback: "allow" or "error".
+        progress: Called after each key of each phase of a capture.
+        enabled: False: every step runs eagerly and nothing is captured.
+    """
+
+    modules: Sequence[torch.nn.Module] = ()
+    gates: Sequence[Gate] = ()
+    override: Sequence[str] = ()
+    verify: Verify = attrs.field(default=Verify.FIRST, converter=_verify)
+    tolerance: Tolerance | None = None
+    check_addresses: CheckAddresses = attrs.field(default=CheckAddresses.FIRST, converter=_check_addresses)
+    fallback: Fallback = attrs.field(default=Fallback.ALLOW, converter=_fallback)
+    progress: ProgressReporter | None = None
+    enabled: bool = True

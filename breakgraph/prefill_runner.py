@@ -1,0 +1,195 @@
+"""Prefill: token counts are rounded up to a bucket, and each bucket has a breakable graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from breakgraph.buckets import Buckets
+from breakgraph.capture_window import ProgressReporter
+from breakgraph.errors import StaticInputError
+from breakgraph.gates import Gate, Refusal
+from breakgraph.graph_builder import CapturedKey, Example, Work
+from breakgraph.graph_key import Extra, PrefillKey
+from breakgraph.policy import CheckAddresses, Fallback, Policy, Verify
+from breakgraph.runner import GraphRunner
+from breakgraph.static_buffers import Extent, StaticInput
+from breakgraph.statistics import Reason
+from breakgraph.step import Prepared, Result
+from breakgraph.verification import Tolerance
+
+__all__ = ["Example", "PrefillRunner"]
+
+
+class PrefillRunner(GraphRunner[PrefillKey]):
+    """Replays a breakable graph for steps of any token count up to the largest bucket.
+
+    Segments work on all rows of the bucket, breaks on the real rows. `forward` is the captured part: usually the
+    decoder's body; embedding and logits can stay outside.
+
+    Args:
+        forward: Called as `forward(**inputs, **live)`. Returns tensors whose first axis is that of the tokens.
+        inputs: Declared inputs. `TOKENS` is the bucket, `REQUESTS` is `max_requests`.
+        buckets: Token counts to capture.
+        example: Returns inputs and live data for a key, for as many tokens as the key has (and `max_requests`
+            requests, or fewer); other values at each call. Called for warm-up, capture and verification.
+        device: Device of model and inputs.
+        max_requests: Most requests in a step.
+        extras: Values of `PrefillKey.extra` to capture each bucket for.
+        state: What forward mutates: tensors, or objects with `save()` and `restore(saved)`. Device-fed inputs
+            are kept anyway. Verification holds three copies for a while: declare a saver for a large cache.
+        generators: The caller's own random generators that forward draws from.
+        modules: Modules whose parameters, buffers and submodules are watched.
+        gates: The caller's gates.
+        override: Names of soft gates to leave out.
+        verify: "first": a graph is published when one replay of it equals eager, bit for bit. "always": every
+            step is compared, slow. "never".
+        tolerance: Used only where eager differs from itself.
+        check_addresses: "first": before the first replay of each graph; "always"; "never".
+        fallback: "allow", or "error": a step that cannot use a graph is a NoGraphError.
+        expect_breaks: Number of breaks, or names and counts, that each graph must have.
+        plan: Host work of a step, called in `prepare` (and for every example) as `plan(key, live, padded_tokens)`;
+            for an eager step the key has the real token count, which `padded_tokens` then is as well. A step may be
+            prepared before the one before it is launched: device data that graphs read is for hooks to write.
+        hooks: Called as `hook(key, live)` after the copy-in and before each replay.
+        progress: Called after each key of each phase of a capture.
+        enabled: False: every step runs eagerly and nothing is captured.
+
+    Raises:
+        ConfigError: Options or declarations contradict each other.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        *,
+        inputs: Iterable[StaticInput],
+        buckets: Buckets,
+        example: Callable[[PrefillKey], Example],
+        device: torch.device,
+        max_requests: int = 1,
+        extras: Sequence[Extra] = ((),),
+        state: Sequence[Any] = (),
+        generators: Sequence[torch.Generator] = (),
+        modules: Sequence[torch.nn.Module] = (),
+        gates: Sequence[Gate] = (),
+        override: Sequence[str] = (),
+        verify: Verify | str = Verify.FIRST,
+        tolerance: Tolerance | None = None,
+        check_addresses: CheckAddresses | str = CheckAddresses.FIRST,
+        fallback: Fallback | str = Fallback.ALLOW,
+        expect_breaks: int | Mapping[str, int] | None = None,
+        plan: Callable[[PrefillKey, Mapping[str, Any], int], None] | None = None,
+        hooks: Sequence[Callable[[PrefillKey, Mapping[str, Any]], None]] = (),
+        progress: ProgressReporter | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self.buckets = buckets
+        self._max_requests = max_requests
+        super().__init__(
+            Work(
+                forward=forward,
+                example=example,
+                state=state,
+                generators=generators,
+                plan=plan,
+                hooks=hooks,
+                expect_breaks=expect_breaks,
+            ),
+            policy=Policy(
+                modules=modules,
+                gates=gates,
+                override=override,
+                verify=verify,
+                tolerance=tolerance,
+                check_addresses=check_addresses,
+                fallback=fallback,
+                progress=progress,
+                enabled=enabled,
+            ),
+            inputs=inputs,
+            device=device,
+            keys=[PrefillKey(tokens, extra) for tokens in buckets.sizes for extra in extras],
+        )
+
+    def prepare(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        *,
+        size: int,
+        live: Mapping[str, Any] | None = None,
+        extra: Extra = (),
+    ) -> Prepared[PrefillKey]:
+        """Do all host work of a step: checks, gates, key, planning, staging.
+
+        Host tensors are copied and may be refilled at once; device tensors are read by `launch`.
+
+        Args:
+            inputs: One tensor per copied input, with exactly `size` rows on a TOKENS axis.
+            size: Real tokens, 1 or more.
+            live: Live data of the step.
+            extra: The caller's part of the key.
+
+        Returns:
+            The step for `launch`.
+
+        Raises:
+            StaticInputError: An input differs from its declaration, or size is below 1.
+            NoGraphError: No graph can be used, with `fallback="error"`.
+        """
+        if size < 1:
+            raise StaticInputError(
+                f"size is {size}; expected 1 or more.",
+                why="A step without tokens has nothing to compute.",
+                fix="Do not run a step for an empty batch.",
+            )
+        requests = self._inputs.requests(inputs, most=self._max_requests, where="a prefill step")
+        return self._prepare(inputs, key=PrefillKey(size, extra), extent=Extent(size, requests), live=live)
+
+    def run(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        *,
+        size: int,
+        live: Mapping[str, Any] | None = None,
+        extra: Extra = (),
+    ) -> Result[PrefillKey]:
+        """`prepare`, then `launch`.
+
+        Args:
+            inputs: See `prepare`.
+            size: See `prepare`.
+            live: See `prepare`.
+            extra: See `prepare`.
+
+        Returns:
+            The result of the step.
+        """
+        return self.launch(self.prepare(inputs, size=size, live=live, extra=extra))
+
+    def _name(self, key: PrefillKey) -> str:
+        return f"prefill[{key.tokens}]" + (f"{dict(key.extra)}" if key.extra else "")
+
+    def _extent(self, key: PrefillKey) -> Extent:
+        return Extent(key.tokens, self._max_requests)
+
+    def _size(self, key: PrefillKey) -> tuple[int, ...]:
+        return (key.tokens,)
+
+    def _round_up(self, key: PrefillKey) -> PrefillKey | Refusal:
+        tokens = self.buckets.round_up(key.tokens)
+        if tokens is None:
+            return Refusal.of(
+                Reason.ABOVE_LARGEST_BUCKET, f"{key.tokens} tokens; the largest bucket is {self.buckets.largest}"
+            )
+        return PrefillKey(tokens, key.extra)
+
+    def _padding(
+        self, key: PrefillKey, captured: CapturedKey[PrefillKey]
+    ) -> Mapping[str, torch.Tensor] | Refusal | None:
+        return None  # padded tokens are the matter of each input's padding rule
+
+    def _after_capture(self) -> None:
+        return None

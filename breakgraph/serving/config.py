@@ -1,0 +1,201 @@
+"""The options of an engine, and the sizes that follow from them, a model and a device."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import attrs
+
+from breakgraph.buckets import Buckets
+from breakgraph.errors import ConfigError
+from breakgraph.serving.kv_cache import blocks_for
+
+__all__ = ["EngineConfig", "Graphs", "SamplingPaths", "Sizes", "sequence_limit", "token_limit"]
+
+# On a CPU the emulated backend keeps every intermediate of a graph and a prefill bucket costs whole forwards at
+# start-up, so the ladder is short and ends early.
+_CPU_PREFILL_LADDER = (16, 64, 128, 256, 512)
+_CPU_MAX_SEQ_LEN = 2048
+_MAX_NUM_TOKENS = {"cpu": 512, "cuda": 2048}
+# A captured decode in plain torch pays for the context its graph was made for, so a few contexts get their own.
+_TORCH_CONTEXTS = (256, 1024, 4096, 16384)
+
+
+class Graphs(enum.Enum):
+    """Whether steps run as graphs."""
+
+    ON = "on"
+    OFF = "off"
+    """Every step runs eagerly, counted as DISABLED; nothing is captured."""
+
+
+class SamplingPaths(enum.Enum):
+    """Which decode graphs exist: each doubles the captures of a start-up."""
+
+    BOTH = "both"
+    GREEDY = "greedy"
+    """Argmax only; a batch that samples runs eagerly and is counted."""
+    SAMPLED = "sampled"
+    """The sampling path only; it serves greedy rows as well, at the price of a sort."""
+
+
+def _at_least(least: int) -> Callable[[object, attrs.Attribute[Any], Any], None]:
+    def check(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise ConfigError(
+                f"{attribute.name} is {value!r}; expected an integer of at least {least}.",
+                why="It counts requests, tokens or blocks; of the blocks one is kept for padding rows.",
+                fix=f"Give {attribute.name} as an integer of at least {least}, or leave it out.",
+            )
+
+    return check
+
+
+def _share(instance: object, attribute: attrs.Attribute[float], value: float) -> None:
+    if not 0 < value <= 1:
+        raise ConfigError(
+            f"{attribute.name} is {value!r}; expected a number in (0, 1].",
+            why="It is the share of the device's memory that everything together may take.",
+            fix=f"Give {attribute.name} between 0 and 1, for example 0.9.",
+        )
+
+
+def _sizes(values: Iterable[int] | None) -> tuple[int, ...] | None:
+    return None if values is None else tuple(values)
+
+
+@attrs.frozen(kw_only=True)
+class EngineConfig:
+    """What a caller can choose.
+
+    Attributes:
+        max_batch_size: Most requests that run at a time.
+        max_num_tokens: Most tokens of a prefill step; longer prompts are computed in chunks. None takes 512 on a
+            CPU and 2048 on CUDA, where the default ladders of buckets end: steps above the largest bucket are eager.
+        max_seq_len: Most tokens of prompt and answer; None takes what the model has, on a CPU at most 2048.
+        block_size: Tokens per block of the KV cache.
+        num_blocks: Blocks of the KV cache; None takes what every request can use, on CUDA as far as memory goes.
+        memory_fraction: Share of a CUDA device's memory for weights, graphs and cache together.
+        graphs: Graphs, or every step eagerly.
+        sampling: Which decode graphs are captured.
+        prefill_sizes: Token buckets of prefill; None takes a ladder for the device.
+        contexts: Context buckets of decode below ``max_seq_len``, for an attention in plain torch, which pays for
+            the context that its graph was made for; None takes powers of four from 256.
+        attention: "auto", "torch" or "flashinfer".
+        verify: When a graph is compared with eager before it may serve.
+        seed: Of the generator that gives requests their seeds; None takes entropy.
+
+    Raises:
+        ConfigError: A value is out of its range.
+    """
+
+    max_batch_size: int = attrs.field(default=8, validator=_at_least(1))
+    max_num_tokens: int | None = attrs.field(default=None, validator=_at_least(1))
+    max_seq_len: int | None = attrs.field(default=None, validator=_at_least(2))
+    block_size: int = attrs.field(default=16, validator=_at_least(1))
+    num_blocks: int | None = attrs.field(default=None, validator=_at_least(2))
+    memory_fraction: float = attrs.field(default=0.9, validator=_share)
+    graphs: Graphs = Graphs.ON
+    sampling: SamplingPaths = SamplingPaths.BOTH
+    prefill_sizes: tuple[int, ...] | None = attrs.field(default=None, converter=_sizes)
+    contexts: tuple[int, ...] | None = attrs.field(default=None, converter=_sizes)
+    attention: Literal["auto", "torch", "flashinfer"] = "auto"
+    verify: Literal["first", "always", "never"] = "first"
+    seed: int | None = None
+
+
+@attrs.frozen(kw_only=True)
+class Sizes:
+    """The numbers that the engine, its cache and its graphs share.
+
+    Attributes:
+        max_batch_size: Most requests that run at a time; never more than there are blocks.
+        max_num_tokens: Most tokens of a prefill step; never more than the cache holds.
+        max_seq_len: Most tokens of prompt and answer.
+        block_size: Tokens per block.
+        num_blocks: Blocks of the cache, the null block included.
+        prefill: Token buckets.
+        decode: Batch buckets.
+        contexts: Context buckets of decode graphs, ascending; the last is ``max_seq_len``.
+    """
+
+    max_batch_size: int
+    max_num_tokens: int
+    max_seq_len: int
+    block_size: int
+    num_blocks: int
+    prefill: Buckets
+    decode: Buckets
+    contexts: tuple[int, ...]
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks of the longest request."""
+        return blocks_for(self.max_seq_len, block_size=self.block_size)
+
+    def context(self, length: int) -> int:
+        """The smallest context bucket that holds ``length`` tokens."""
+        return next(context for context in self.contexts if context >= length)
+
+    @classmethod
+    def resolve(
+        cls, config: EngineConfig, *, num_blocks: int, max_positions: int, device_type: str, plans: bool
+    ) -> Sizes:
+        """Works out the sizes.
+
+        Args:
+            config: What the caller chose.
+            num_blocks: Blocks of the cache, the null block included; at least 2.
+            max_positions: What the model has.
+            device_type: "cpu" or "cuda".
+            plans: Whether the attention plans its work by the real lengths: one context bucket is enough then.
+
+        Raises:
+            ConfigError: ``max_seq_len`` or a bucket is out of range.
+        """
+        max_seq_len = sequence_limit(config, max_positions=max_positions, device_type=device_type)
+        tokens = (num_blocks - 1) * config.block_size
+        batch = min(config.max_batch_size, num_blocks - 1)
+        wanted_tokens = token_limit(config, device_type=device_type)
+        max_num_tokens = min(wanted_tokens, tokens, batch * (max_seq_len - 1))
+        ladder = config.prefill_sizes
+        if ladder is None and device_type == "cpu":
+            ladder = _CPU_PREFILL_LADDER
+        wanted = () if plans else _TORCH_CONTEXTS if config.contexts is None else config.contexts
+        contexts = (*sorted({context for context in wanted if 0 < context < max_seq_len}), max_seq_len)
+        return cls(
+            max_batch_size=batch,
+            max_num_tokens=max_num_tokens,
+            max_seq_len=max_seq_len,
+            block_size=config.block_size,
+            num_blocks=num_blocks,
+            prefill=Buckets.prefill(
+                max_batch_size=batch, max_seq_len=max_seq_len, max_num_tokens=max_num_tokens, sizes=ladder
+            ),
+            decode=Buckets.decode(max_batch_size=batch, max_num_tokens=batch),
+            contexts=contexts,
+        )
+
+
+def token_limit(config: EngineConfig, *, device_type: str) -> int:
+    """Tokens of a prefill step, before the cache and the batch limit them."""
+    return _MAX_NUM_TOKENS[device_type] if config.max_num_tokens is None else config.max_num_tokens
+
+
+def sequence_limit(config: EngineConfig, *, max_positions: int, device_type: str) -> int:
+    """Tokens of prompt and answer that one request may have.
+
+    Raises:
+        ConfigError: More than the model has positions.
+    """
+    if config.max_seq_len is None:
+        return max_positions if device_type != "cpu" else min(max_positions, _CPU_MAX_SEQ_LEN)
+    if config.max_seq_len > max_positions:
+        raise ConfigError(
+            f"max_seq_len is {config.max_seq_len}; the model has {max_positions} positions.",
+            why="Tokens beyond them would get positions that the model never saw.",
+            fix=f"Give max_seq_len of at most {max_positions}, or leave it out.",
+        )
+    return config.max_seq_len

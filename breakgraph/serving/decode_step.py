@@ -1,0 +1,244 @@
+"""A decode step: one token for every request, from its last token to the next, in one graph.
+
+Embedding, layers, final norm, logits, sampling and the write of the token back to the token table are all
+captured. The host hands over rows, positions, slots, block tables and sampling parameters, never a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from breakgraph.capture_window import CaptureProgress
+from breakgraph.decode_runner import DecodeRunner, Example
+from breakgraph.errors import InternalError
+from breakgraph.graph_key import GraphKey
+from breakgraph.models.attention import DecodeState
+from breakgraph.serving.config import EngineConfig, Graphs, SamplingPaths, Sizes
+from breakgraph.serving.device_state import PADDING_ROW, DeviceState, PendingTokens, sampling_columns
+from breakgraph.serving.kv_cache import NULL_BLOCK, blocks_for
+from breakgraph.serving.sampling import greedy, sample
+from breakgraph.serving.scheduler import DecodeBatch
+from breakgraph.static_buffers import REQUESTS, Pad, StaticInput
+
+__all__ = ["DecodeStep", "decode_keys"]
+
+_CONTEXT = "context"
+
+
+@attrs.define(eq=False)
+class DecodeLive:
+    """Live data of a step. The graph needs none of it; planning does, and so does an eager run.
+
+    Attributes:
+        greedy: Argmax instead of the sampling path.
+        context: The context bucket.
+        block_tables: int32 ``(requests, max_blocks)``.
+        seq_lens: int64 ``(requests,)``, this step's token included.
+        attention: State of the attention for the rows that the step computes; set by planning.
+    """
+
+    greedy: bool
+    context: int
+    block_tables: npt.NDArray[np.int32]
+    seq_lens: npt.NDArray[np.int64]
+    attention: DecodeState | None = None
+
+
+class DecodeStep:
+    """Builds the decode runner and feeds it batches.
+
+    Args:
+        state: Model, cache and token table.
+        sizes: The engine's sizes.
+        config: Graphs on or off, sampling paths, when to verify.
+        progress: Called after each key of each capture phase.
+
+    Attributes:
+        runner: The runner; its statistics count the steps.
+    """
+
+    def __init__(
+        self,
+        state: DeviceState,
+        *,
+        sizes: Sizes,
+        config: EngineConfig,
+        progress: Callable[[CaptureProgress], None] | None = None,
+    ) -> None:
+        self._state = state
+        self._sizes = sizes
+        self._paths = config.sampling
+        self._attention: dict[tuple[int, int], DecodeState] = {}
+        self._random = np.random.default_rng(0)
+        self.runner = DecodeRunner(
+            self._forward,
+            inputs=_declared(state, sizes=sizes),
+            keys=decode_keys(sizes, paths=config.sampling),
+            buckets=sizes.decode,
+            example=self._example,
+            device=state.device,
+            modules=(state.decoder,),
+            plan=self._plan,
+            verify=config.verify,
+            progress=progress,
+            enabled=config.graphs is Graphs.ON,
+        )
+
+    def capture(self) -> None:
+        """Captures all keys. The cache must be empty: the blocks of future requests are written."""
+        with self.runner.capture_window():
+            self.runner.capture()
+
+    def launch(self, batch: DecodeBatch) -> PendingTokens:
+        """Puts a step on the stream.
+
+        Args:
+            batch: Its requests.
+
+        Returns:
+            Their tokens, in the order of the batch.
+        """
+        requests, sizes = batch.requests, self._sizes
+        greedy_only = all(request.params.temperature == 0 for request in requests)
+        lengths = np.array(batch.lengths, dtype=np.int64)
+        tables = np.full((len(requests), sizes.max_blocks), NULL_BLOCK, dtype=np.int32)
+        for row, request in enumerate(requests):
+            tables[row, : len(request.blocks)] = request.blocks
+        live = DecodeLive(
+            greedy=greedy_only and self._paths is not SamplingPaths.SAMPLED,
+            context=sizes.context(max(batch.lengths)),
+            block_tables=tables,
+            seq_lens=lengths,
+        )
+        key = GraphKey(len(requests), is_all_greedy_sample=live.greedy, extra=((_CONTEXT, live.context),))
+        columns = {} if live.greedy else sampling_columns(requests)
+        rows = np.array([request.row for request in requests], dtype=np.int64)
+        prepared = self.runner.prepare(self._inputs(rows, live=live, columns=columns), key=key, live={"step": live})
+        return PendingTokens(self.runner.launch(prepared).output)
+
+    def _forward(
+        self,
+        *,
+        last_token: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        block_tables: torch.Tensor,
+        seq_lens: torch.Tensor,
+        step: DecodeLive,
+        **sampling: torch.Tensor,
+    ) -> torch.Tensor:
+        decoder, attention, planned = self._state.decoder, self._state.attention, step.attention
+        if planned is None:
+            raise InternalError("a decode step ran that was not planned.")
+        tables = block_tables[:, : planned.max_blocks]
+
+        def attend(layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+            return attention.decode(q, k_cache, v_cache, planned, tables, seq_lens)
+
+        hidden = decoder.embed(last_token.index_select(0, rows))
+        hidden = decoder(hidden, positions=positions, slots=slots, kv=self._state.cache.layers, attend=attend)
+        logits = decoder.logits(hidden)
+        tokens = greedy(logits) if step.greedy else sample(logits, position=positions + 1, **sampling)
+        last_token.index_copy_(0, rows, tokens)
+        return tokens
+
+    def _plan(self, key: GraphKey, live: Mapping[str, Any], rows: int) -> None:
+        """Plans the attention for the rows that the step computes: the bucket's, or the real ones of an eager step."""
+        step: DecodeLive = live["step"]
+        state = self._attention.get((rows, step.context))
+        if state is None:
+            state = self._state.attention.decode_state(batch_size=rows, max_context=step.context)
+            self._attention[rows, step.context] = state
+        step.attention = state
+        tables = np.full((rows, state.max_blocks), NULL_BLOCK, dtype=np.int32)
+        tables[: len(step.block_tables)] = step.block_tables[:, : state.max_blocks]
+        lengths = np.ones(rows, dtype=np.int32)
+        lengths[: len(step.seq_lens)] = step.seq_lens
+        self._state.attention.plan_decode(state, block_tables=tables, seq_lens=lengths)
+
+    def _inputs(
+        self, rows: npt.NDArray[np.int64], *, live: DecodeLive, columns: Mapping[str, npt.NDArray[Any]]
+    ) -> dict[str, torch.Tensor]:
+        block_size = self._sizes.block_size
+        positions = live.seq_lens - 1
+        blocks = live.block_tables[np.arange(len(rows)), positions // block_size].astype(np.int64)
+        arrays = {
+            "rows": rows,
+            "positions": positions,
+            "slots": blocks * block_size + positions % block_size,
+            "block_tables": live.block_tables,
+            "seq_lens": live.seq_lens.astype(np.int32),
+            **columns,
+        }
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    def _example(self, key: GraphKey) -> Example:
+        """A full batch of sequences of random lengths, in the blocks of the empty cache."""
+        sizes, batch = self._sizes, key.batch_size
+        context = dict(key.extra)[_CONTEXT]
+        assert isinstance(context, int)
+        share = (sizes.num_blocks - 1) // batch
+        longest = min(context, share * sizes.block_size)
+        lengths = self._random.integers(1, longest, endpoint=True, size=batch)
+        tables = np.full((batch, sizes.max_blocks), NULL_BLOCK, dtype=np.int32)
+        for row, length in enumerate(lengths):
+            blocks = blocks_for(int(length), block_size=sizes.block_size)
+            tables[row, :blocks] = NULL_BLOCK + 1 + row * share + np.arange(blocks)
+        live = DecodeLive(greedy=key.is_all_greedy_sample, context=context, block_tables=tables, seq_lens=lengths)
+        columns = {} if live.greedy else self._example_columns(batch)
+        rows = np.arange(1, batch + 1, dtype=np.int64)
+        return Example(inputs=self._inputs(rows, live=live, columns=columns), live={"step": live})
+
+    def _example_columns(self, batch: int) -> dict[str, npt.NDArray[Any]]:
+        draw = self._random
+        return {
+            "temperature": draw.random(batch).astype(np.float32),
+            "top_k": draw.integers(0, 50, size=batch),
+            "top_p": 1.0 - 0.5 * draw.random(batch),
+            "min_p": 0.1 * draw.random(batch),
+            "seed": draw.integers(0, 2**62, size=batch),
+        }
+
+
+def decode_keys(sizes: Sizes, *, paths: SamplingPaths) -> tuple[GraphKey, ...]:
+    """Lists the graphs of a decode runner: batch buckets, sampling paths and context buckets, combined.
+
+    Args:
+        sizes: The engine's sizes.
+        paths: Which sampling paths are captured.
+    """
+    greedy_values = {SamplingPaths.BOTH: (False, True), SamplingPaths.GREEDY: (True,), SamplingPaths.SAMPLED: (False,)}
+    return GraphKey.product(
+        sizes.decode.sizes,
+        is_all_greedy_sample=greedy_values[paths],
+        extra=[((_CONTEXT, context),) for context in sizes.contexts],
+    )
+
+
+def _declared(state: DeviceState, *, sizes: Sizes) -> Sequence[StaticInput]:
+    """The inputs of the graph; a padding row reads one token of the null block, greedily, and writes to it."""
+    per_request: tuple[Any, ...] = (REQUESTS,)
+    null_slot = NULL_BLOCK * sizes.block_size
+    return (
+        StaticInput("last_token", source="device", buffer=state.last_token),
+        StaticInput("rows", shape=per_request, pad=Pad.keep_out(PADDING_ROW)),
+        StaticInput("positions", shape=per_request),
+        StaticInput("slots", shape=per_request, pad=Pad.keep_out(null_slot)),
+        StaticInput(
+            "block_tables", shape=(REQUESTS, sizes.max_blocks), dtype=torch.int32, pad=Pad.keep_out(NULL_BLOCK)
+        ),
+        StaticInput("seq_lens", shape=per_request, dtype=torch.int32, pad=Pad.value(1)),
+        # A batch that is all greedy leaves the rest out.
+        StaticInput("temperature", shape=per_request, dtype=torch.float32, default=0.0),
+        StaticInput("top_k", shape=per_request, default=0),
+        StaticInput("top_p", shape=per_request, dtype=torch.float64, pad=Pad.value(1.0), default=1.0),
+        StaticInput("min_p", shape=per_request, dtype=torch.float64, default=0.0),
+        StaticInput("seed", shape=per_request, default=0),
+    )

@@ -1,0 +1,235 @@
+"""The engine: steps on the device, the host one of them ahead.
+
+``step`` launches step n+1 and only then reads the tokens of step n, so the device never waits for the host. A
+request that turns out to have ended at n may thus be in n+1 already: its token of n+1 is thrown away, and its
+row and blocks come back when n+1 has been read.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import attrs
+import torch
+
+from breakgraph.capture_window import CaptureProgress
+from breakgraph.errors import InternalError
+from breakgraph.serving.config import EngineConfig, Graphs, Sizes
+from breakgraph.serving.decode_step import DecodeStep
+from breakgraph.serving.device_state import DeviceState, PendingTokens
+from breakgraph.serving.kv_cache import BlockAllocator
+from breakgraph.serving.prefill_step import PrefillStep
+from breakgraph.serving.requests import FinishReason, Request, RequestState, SamplingParams
+from breakgraph.serving.scheduler import DecodeBatch, PrefillBatch, Scheduler
+from breakgraph.serving.statistics import Counters, Statistics, collect
+
+__all__ = ["Engine", "Token"]
+
+
+@attrs.frozen
+class Token:
+    """One generated token.
+
+    Attributes:
+        request: Whose.
+        token_id: The token.
+    """
+
+    request: Request
+    token_id: int
+
+
+@attrs.define(eq=False)
+class _InFlight:
+    """A launched step whose tokens have not been read.
+
+    Attributes:
+        batch: What was launched.
+        tokens: On their way; None when the step sampled nothing.
+        releases: Requests that ended meanwhile and whose blocks this step may still write.
+    """
+
+    batch: PrefillBatch | DecodeBatch
+    tokens: PendingTokens | None
+    releases: list[Request] = attrs.field(factory=list)
+
+    def holds(self, request: Request) -> bool:
+        """Whether the step reads or writes the request's blocks."""
+        if isinstance(self.batch, DecodeBatch):
+            return any(request is other for other in self.batch.requests)
+        return any(request is chunk.request for chunk in self.batch.chunks)
+
+
+class Engine:
+    """Turns requests into tokens.
+
+    Args:
+        state: Model, cache and token table.
+        sizes: Sizes that agree with them.
+        config: The caller's options.
+        eos_token_ids: Tokens that end every request that does not ignore them.
+        progress: Called as ``progress("prefill" | "decode", event)`` after each key of each capture phase.
+
+    Attributes:
+        state: As given.
+        sizes: As given.
+        prefill: Runs prefill steps.
+        decode: Runs decode steps.
+    """
+
+    def __init__(
+        self,
+        state: DeviceState,
+        *,
+        sizes: Sizes,
+        config: EngineConfig,
+        eos_token_ids: Sequence[int] = (),
+        progress: Callable[[str, CaptureProgress], None] | None = None,
+    ) -> None:
+        self.state = state
+        self.sizes = sizes
+        self._eos = frozenset(eos_token_ids)
+        self._graphs = config.graphs
+        self.prefill = PrefillStep(state, sizes=sizes, config=config, progress=_named("prefill", progress))
+        self.decode = DecodeStep(state, sizes=sizes, config=config, progress=_named("decode", progress))
+        self._allocator = BlockAllocator(sizes.num_blocks)
+        self._scheduler = Scheduler(
+            self._allocator,
+            block_size=sizes.block_size,
+            max_batch_size=sizes.max_batch_size,
+            max_num_tokens=sizes.max_num_tokens,
+            max_seq_len=sizes.max_seq_len,
+        )
+        self._seeds = random.Random(config.seed)
+        self._in_flight: _InFlight | None = None
+        self._counters = Counters()
+
+    def capture(self) -> None:
+        """Captures all graphs; call it once, before the first request."""
+        if self._graphs is Graphs.OFF:
+            return
+        begin = time.perf_counter()
+        with torch.no_grad():
+            self.prefill.capture()
+            self.decode.capture()
+        self._counters.capture_seconds = time.perf_counter() - begin
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` would do something."""
+        return self._in_flight is not None or self._scheduler.has_unfinished
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that no request holds."""
+        return self._allocator.num_free
+
+    def statistics(self) -> Statistics:
+        """What was done since the start."""
+        return collect(
+            self._counters,
+            prefill=self.prefill.runner,
+            decode=self.decode.runner,
+            preemptions=self._scheduler.preemptions,
+        )
+
+    def add(self, prompt_ids: Sequence[int], *, params: SamplingParams) -> Request:
+        """Queues a request.
+
+        Args:
+            prompt_ids: At least one token.
+            params: How to go on from it.
+
+        Returns:
+            The request, as a handle.
+
+        Raises:
+            ConfigError: It could never run.
+        """
+        prompt = tuple(prompt_ids)
+        request = Request(
+            prompt_ids=prompt,
+            params=params,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            max_new_tokens=min(params.max_tokens, max(self.sizes.max_seq_len - len(prompt), 0)),
+            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos),
+        )
+        self._scheduler.add(request)
+        self._counters.prompt_tokens += len(prompt)
+        return request
+
+    def step(self) -> list[Token]:
+        """Launches one more step and reads the one before it.
+
+        Returns:
+            The tokens read, at most one per request. A request whose ``finish_reason`` is set gets no more.
+        """
+        previous = self._in_flight
+        begin = time.perf_counter()
+        batch = self._scheduler.schedule(drained=previous is None)
+        launched: _InFlight | None = None
+        if isinstance(batch, (PrefillBatch, DecodeBatch)):
+            with torch.no_grad():
+                launched = self._launch(batch)
+            self._counters.launched(batch, seconds=time.perf_counter() - begin)
+        elif previous is None and self._scheduler.has_unfinished:
+            raise InternalError("requests wait, nothing is in flight, and no step can be formed.")
+        self._in_flight = launched
+        return self._read(previous) if previous is not None else []
+
+    def finish(self, request: Request, *, reason: FinishReason) -> None:
+        """Ends a request now, whatever it is doing; one that has ended already is left alone.
+
+        Args:
+            request: From ``add``.
+            reason: Why.
+        """
+        if request.state is RequestState.FINISHED:
+            return
+        request.finish_reason = reason
+        self._scheduler.finish(request)
+        if self._in_flight is not None and self._in_flight.holds(request):
+            self._in_flight.releases.append(request)
+        else:
+            self._scheduler.release(request)
+
+    def reset(self) -> None:
+        """Ends everything, also after an exception in the middle of a step, so that new requests can run."""
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None and in_flight.tokens is not None:
+            in_flight.tokens.wait()
+        self._scheduler.clear()
+
+    def _launch(self, batch: PrefillBatch | DecodeBatch) -> _InFlight:
+        if isinstance(batch, PrefillBatch):
+            return _InFlight(batch, self.prefill.launch(batch))
+        return _InFlight(batch, self.decode.launch(batch))
+
+    def _read(self, step: _InFlight) -> list[Token]:
+        begin = time.perf_counter()
+        token_ids = step.tokens.wait() if step.tokens is not None else []
+        self._counters.waited(step.batch, seconds=time.perf_counter() - begin)
+        for request in step.releases:
+            self._scheduler.release(request)
+        tokens = []
+        for request, token_id in zip(step.batch.sampled, token_ids, strict=True):
+            if request.state is RequestState.FINISHED:
+                self._counters.discarded_tokens += 1
+                continue
+            request.output_ids.append(token_id)
+            tokens.append(Token(request, token_id))
+            if token_id in request.stop_ids:
+                self.finish(request, reason=FinishReason.STOP)
+            elif len(request.output_ids) == request.max_new_tokens:
+                self.finish(request, reason=FinishReason.LENGTH)
+        self._counters.generated_tokens += len(tokens)
+        return tokens
+
+
+def _named(
+    name: str, progress: Callable[[str, CaptureProgress], None] | None
+) -> Callable[[CaptureProgress], None] | None:
+    return None if progress is None else partial(progress, name)

@@ -1,0 +1,130 @@
+"""One prompt, one answer: an `LLM` sized for exactly that, so that it starts fast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attrs
+
+from breakgraph.buckets import Buckets
+from breakgraph.errors import ConfigError
+from breakgraph.models.generation import GenerationDefaults
+from breakgraph.models.weights import LoadedModel, load_model
+from breakgraph.serving.config import EngineConfig, Graphs, SamplingPaths, token_limit
+from breakgraph.serving.llm import LLM, Progress
+from breakgraph.serving.prompts import encode, has_chat_template
+from breakgraph.serving.requests import Chunk, SamplingParams
+from breakgraph.serving.scheduler import check_prompt
+from breakgraph.serving.startup import choose_device
+
+__all__ = ["Choices", "OnePrompt"]
+
+_BLOCK_SIZE = 16
+_FIRST_CONTEXT = 256
+_CONTEXT_GROWTH = 4
+
+
+@attrs.frozen(kw_only=True)
+class Choices:
+    """Sampling options of which each may be left to the model's author.
+
+    Attributes:
+        max_tokens: Most tokens to generate.
+        temperature: None: the author's, or greedy where they say nothing.
+        top_k: None: the author's, or off.
+        top_p: None: the author's, or off.
+        seed: None: another answer every time, where the temperature is not 0.
+    """
+
+    max_tokens: int
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+
+    def params(self, defaults: GenerationDefaults) -> SamplingParams:
+        """Fills what was left out.
+
+        Raises:
+            ConfigError: A value is out of its range.
+        """
+        author = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        if defaults.do_sample:
+            said = {
+                "temperature": 1.0 if defaults.temperature is None else defaults.temperature,
+                "top_k": defaults.top_k,
+                "top_p": defaults.top_p,
+                "min_p": defaults.min_p,
+            }
+            author |= {name: value for name, value in said.items() if value is not None}
+        chosen = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        values = author | {name: value for name, value in chosen.items() if value is not None}
+        return SamplingParams(max_tokens=self.max_tokens, seed=self.seed, **values)  # type: ignore[arg-type]
+
+
+@attrs.define(eq=False)
+class OnePrompt:
+    """One prompt and everything that decides its answer.
+
+    Attributes:
+        prompt: The text; it goes into the model's chat template where there is one.
+        model: "demo" or a path.
+        device: "auto", "cpu" or "cuda".
+        choices: Sampling options.
+        graphs: Graphs, or every step eagerly.
+        progress: Told about loading and capturing.
+        llm: The model's engine; None until ``start``.
+    """
+
+    prompt: str
+    model: str = attrs.field(default="demo", kw_only=True)
+    device: str = attrs.field(default="auto", kw_only=True)
+    choices: Choices = attrs.field(kw_only=True)
+    graphs: Graphs = attrs.field(default=Graphs.ON, kw_only=True)
+    progress: Progress | None = attrs.field(default=None, kw_only=True)
+    llm: LLM | None = attrs.field(default=None, init=False)
+
+    def start(self) -> Iterator[Chunk]:
+        """Checks everything, cheap things first, loads, captures, and begins.
+
+        Returns:
+            The answer, piece by piece.
+
+        Raises:
+            ConfigError: Something was given that cannot work.
+        """
+        if not self.prompt.strip():
+            raise ConfigError(
+                "the prompt is empty.", why="There is nothing to answer.", fix='Give one: breakgraph generate "Hello"'
+            )
+        self.choices.params(GenerationDefaults())
+        device = choose_device(self.device)
+        model = load_model(self.model, device=device, progress=self.progress)
+        params = self.choices.params(model.generation)
+        ids = encode(model, self.prompt, chat=has_chat_template(model))
+        check_prompt(len(ids), max_seq_len=model.max_positions)
+        self.llm = self._sized(model, prompt_tokens=len(ids), params=params)
+        self.llm.start()
+        return self.llm.stream(ids, params)
+
+    def _sized(self, model: LoadedModel, *, prompt_tokens: int, params: SamplingParams) -> LLM:
+        """Graphs for the chunks of this prompt and for the contexts that its answer can reach, and no others."""
+        chunk = token_limit(EngineConfig(), device_type=model.decoder.device.type)
+        longest = min(prompt_tokens + params.max_tokens, model.max_positions)
+        ladder = Buckets.prefill(max_batch_size=1, max_seq_len=model.max_positions, max_num_tokens=chunk)
+        chunks = {min(prompt_tokens, chunk), prompt_tokens % chunk} - {0}
+        contexts = [_FIRST_CONTEXT]
+        while contexts[-1] < longest:
+            contexts.append(contexts[-1] * _CONTEXT_GROWTH)
+        return LLM(
+            model,
+            progress=self.progress,
+            max_batch_size=1,
+            max_num_tokens=chunk,
+            max_seq_len=longest,
+            block_size=_BLOCK_SIZE,
+            graphs=self.graphs,
+            sampling=SamplingPaths.GREEDY if params.temperature == 0 else SamplingPaths.SAMPLED,
+            prefill_sizes=sorted({min(ladder.round_up(tokens) or tokens, longest - 1) for tokens in chunks}),
+            contexts=[context for context in contexts if prompt_tokens < context < longest],
+        )

@@ -1,0 +1,182 @@
+"""A prefill step: prompt chunks through a breakable graph, then one token for each prompt that is complete.
+
+The graph holds the decoder's body, hidden states in and hidden states out. Embedding, the logits of the last
+rows and their sampling stay outside: their row counts follow the batch, and they are a handful of kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from breakgraph.capture_window import CaptureProgress
+from breakgraph.graph_key import PrefillKey
+from breakgraph.models.attention import BatchLayout, KVLayer
+from breakgraph.prefill_runner import Example, PrefillRunner
+from breakgraph.serving.config import EngineConfig, Graphs, Sizes
+from breakgraph.serving.device_state import DeviceState, PendingTokens, sampling_columns, upload
+from breakgraph.serving.kv_cache import NULL_BLOCK, blocks_for, slots_of
+from breakgraph.serving.requests import Request
+from breakgraph.serving.sampling import greedy, sample
+from breakgraph.serving.scheduler import PrefillBatch
+from breakgraph.static_buffers import TOKENS, Pad, StaticInput
+
+__all__ = ["PrefillStep", "prefill_body"]
+
+
+class PrefillStep:
+    """Builds the prefill runner and feeds it batches.
+
+    Args:
+        state: Model, cache and token table.
+        sizes: The engine's sizes.
+        config: Graphs on or off, and when to verify.
+        progress: Called after each key of each capture phase.
+
+    Attributes:
+        runner: The runner; its statistics count the steps.
+    """
+
+    def __init__(
+        self,
+        state: DeviceState,
+        *,
+        sizes: Sizes,
+        config: EngineConfig,
+        progress: Callable[[CaptureProgress], None] | None = None,
+    ) -> None:
+        self._state = state
+        self._sizes = sizes
+        self._generator = torch.Generator().manual_seed(0)
+        width = state.decoder.config.hidden_size
+        self.runner = PrefillRunner(
+            prefill_body(state, layers=state.cache.layers),
+            inputs=[
+                StaticInput("hidden", shape=(TOKENS, width), dtype=state.decoder.dtype),
+                StaticInput("positions", shape=(TOKENS,)),
+                StaticInput("slots", shape=(TOKENS,), pad=Pad.keep_out(NULL_BLOCK * sizes.block_size)),
+            ],
+            buckets=sizes.prefill,
+            example=self._example,
+            device=state.device,
+            modules=(state.decoder,),
+            verify=config.verify,
+            expect_breaks={"attention": state.decoder.config.num_layers},
+            progress=progress,
+            enabled=config.graphs is Graphs.ON,
+        )
+
+    def capture(self) -> None:
+        """Captures all buckets. The cache must be empty: the blocks of future requests are written."""
+        with self.runner.capture_window():
+            self.runner.capture()
+
+    def launch(self, batch: PrefillBatch) -> PendingTokens | None:
+        """Puts a step on the stream.
+
+        Args:
+            batch: Its chunks.
+
+        Returns:
+            The tokens of ``batch.sampled``, in that order; None when no prompt is complete yet.
+        """
+        state, size = self._state, self._sizes.block_size
+        device = state.device
+        chunks = batch.chunks
+        ids = np.array([t for c in chunks for t in c.request.known_ids(c.start, count=c.count)], dtype=np.int64)
+        positions = np.concatenate([np.arange(c.start, c.start + c.count, dtype=np.int64) for c in chunks])
+        slots = [slots_of(c.request.blocks, start=c.start, count=c.count, block_size=size) for c in chunks]
+        layout = BatchLayout(
+            np.array([c.count for c in chunks], dtype=np.int32),
+            np.array([c.start for c in chunks], dtype=np.int32),
+            [np.array(c.request.blocks, dtype=np.int32) for c in chunks],
+        )
+        prepared = self.runner.prepare(
+            {
+                "hidden": state.decoder.embed(upload(ids, device=device)),
+                "positions": torch.from_numpy(positions),
+                "slots": torch.from_numpy(np.concatenate(slots)),
+            },
+            size=len(ids),
+            live={"batch": state.attention.plan_prefill(layout)},
+        )
+        hidden: torch.Tensor = self.runner.launch(prepared).output
+        ends = np.cumsum([c.count for c in chunks], dtype=np.int64)
+        last_rows = np.array([end - 1 for c, end in zip(chunks, ends, strict=True) if c.completes], dtype=np.int64)
+        if not len(last_rows):
+            return None
+        return self._sample(hidden.index_select(0, upload(last_rows, device=device)), batch.sampled)
+
+    def _sample(self, hidden: torch.Tensor, requests: Sequence[Request]) -> PendingTokens:
+        state = self._state
+        device = state.device
+        logits = state.decoder.logits(hidden)
+        if all(request.params.temperature == 0 for request in requests):
+            tokens = greedy(logits)
+        else:
+            columns = {name: upload(column, device=device) for name, column in sampling_columns(requests).items()}
+            # The token that is drawn here was counted when the step was formed.
+            positions = np.array([request.length - 1 for request in requests], dtype=np.int64)
+            tokens = sample(logits, position=upload(positions, device=device), **columns)
+        rows = np.array([request.row for request in requests], dtype=np.int64)
+        state.last_token.index_copy_(0, upload(rows, device=device), tokens)
+        return PendingTokens(tokens)
+
+    def _example(self, key: PrefillKey) -> Example:
+        """A full bucket of new prompts, each as long as a request may be, in the blocks of the empty cache."""
+        sizes, device = self._sizes, self._state.device
+        layout = example_layout(key.tokens, sizes=sizes)
+        hidden = torch.randn(key.tokens, self._state.decoder.config.hidden_size, generator=self._generator)
+        counts = layout.query_lens.tolist()
+        slots = [
+            slots_of(blocks.tolist(), start=0, count=count, block_size=sizes.block_size)
+            for blocks, count in zip(layout.block_tables, counts, strict=True)
+        ]
+        return Example(
+            inputs={
+                "hidden": hidden.to(device, self._state.decoder.dtype),
+                "positions": torch.from_numpy(np.concatenate([np.arange(count, dtype=np.int64) for count in counts])),
+                "slots": torch.from_numpy(np.concatenate(slots)),
+            },
+            live={"batch": self._state.attention.plan_prefill(layout)},
+        )
+
+
+def prefill_body(state: DeviceState, *, layers: Sequence[KVLayer]) -> Callable[..., torch.Tensor]:
+    """Makes the forward of a prefill step: hidden states in, hidden states after the final norm out.
+
+    Args:
+        state: Model and attention.
+        layers: The caches to write and read.
+
+    Returns:
+        ``forward(hidden, positions, slots, batch)``, all of ``(tokens, ...)``, ``batch`` from ``plan_prefill``.
+    """
+    decoder, attention = state.decoder, state.attention
+
+    def forward(*, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, batch: object) -> torch.Tensor:
+        def attend(layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+            out = torch.empty_like(q)
+            attention.prefill(q, k_cache, v_cache, out, batch)
+            return out
+
+        result: torch.Tensor = decoder(hidden, positions=positions, slots=slots, kv=layers, attend=attend)
+        return result
+
+    return forward
+
+
+def example_layout(tokens: int, *, sizes: Sizes) -> BatchLayout:
+    """New prompts that fill ``tokens`` rows, as long as a request may be, in consecutive blocks from 1 on."""
+    longest, block_size = sizes.max_seq_len - 1, sizes.block_size
+    if longest > block_size:  # whole blocks: then the prompts need no more blocks than the cache has
+        longest -= longest % block_size
+    counts = [longest] * (tokens // longest) + ([tokens % longest] if tokens % longest else [])
+    tables, first = [], NULL_BLOCK + 1
+    for count in counts:
+        following = first + blocks_for(count, block_size=block_size)
+        tables.append(np.arange(first, following, dtype=np.int32))
+        first = following
+    return BatchLayout(np.array(counts, dtype=np.int32), np.zeros(len(counts), dtype=np.int32), tables)

@@ -1,0 +1,303 @@
+"""Which requests run in the next step: continuous batching with chunked prefill.
+
+A step is either a **prefill** of prompt chunks or a **decode** of one token per request, never both. When
+both are possible they take turns, so that a long prompt delays the tokens of others by one chunk at a time
+and a burst of prompts is not starved by long answers.
+
+The scheduler works on *launched* counts: a step counts as done when it was handed to the device, because
+the host does not wait for its tokens. Whatever needs tokens that the host has not read, which is only
+preemption, asks for the device to be drained first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import attrs
+
+from breakgraph.errors import ConfigError, InternalError
+from breakgraph.serving.kv_cache import BlockAllocator, blocks_for
+from breakgraph.serving.requests import Request, RequestState
+
+__all__ = ["DecodeBatch", "Drain", "PrefillBatch", "PrefillChunk", "Scheduler", "check_prompt"]
+
+
+@attrs.frozen
+class PrefillChunk:
+    """Part of one request's tokens, to be put into the cache.
+
+    Attributes:
+        request: Whose tokens.
+        start: Position of the first one.
+        count: How many.
+        completes: Whether these are the last: then a token is sampled behind them.
+    """
+
+    request: Request
+    start: int
+    count: int
+    completes: bool
+
+
+@attrs.frozen
+class PrefillBatch:
+    """Chunks that are computed in one step, at most one per request."""
+
+    chunks: tuple[PrefillChunk, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all chunks."""
+        return sum(chunk.count for chunk in self.chunks)
+
+    @property
+    def sampled(self) -> tuple[Request, ...]:
+        """Requests that get a token in this step, in row order."""
+        return tuple(chunk.request for chunk in self.chunks if chunk.completes)
+
+
+@attrs.frozen
+class DecodeBatch:
+    """Requests that get one more token.
+
+    Attributes:
+        requests: In order of arrival.
+        lengths: For each, the tokens that attention sees: the cached ones and this step's input.
+    """
+
+    requests: tuple[Request, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step: one per request."""
+        return len(self.requests)
+
+    @property
+    def sampled(self) -> tuple[Request, ...]:
+        """Requests that get a token in this step, in row order."""
+        return self.requests
+
+
+@attrs.frozen
+class Drain:
+    """No step can be formed before the steps in flight have been read."""
+
+
+class Scheduler:
+    """Forms steps, gives out rows and blocks, and takes them back.
+
+    Args:
+        allocator: The blocks.
+        block_size: Tokens per block.
+        max_batch_size: Most requests that hold a row at a time; rows are 1 .. ``max_batch_size``, row 0 is for padding.
+        max_num_tokens: Most tokens of a prefill step.
+        max_seq_len: Most tokens of prompt and output of one request.
+
+    Attributes:
+        preemptions: How often a request lost its blocks and had to start again.
+    """
+
+    def __init__(
+        self, allocator: BlockAllocator, *, block_size: int, max_batch_size: int, max_num_tokens: int, max_seq_len: int
+    ) -> None:
+        self._allocator = allocator
+        self._block_size = block_size
+        self._max_num_tokens = max_num_tokens
+        self._max_seq_len = max_seq_len
+        self._free_rows = list(range(max_batch_size, 0, -1))
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._decoded_last = True
+        self.preemptions = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a request waits or runs; finished ones that still hold blocks do not count."""
+        return bool(self._waiting) or any(request.wants_token for request in self._running)
+
+    @property
+    def unfinished(self) -> tuple[Request, ...]:
+        """Requests that wait or run, running ones first."""
+        running = (request for request in self._running if request.state is not RequestState.FINISHED)
+        return (*running, *self._waiting)
+
+    def add(self, request: Request) -> None:
+        """Queues a request.
+
+        Args:
+            request: A new one.
+
+        Raises:
+            ConfigError: It could never run: no room for one token, or more blocks than there are.
+        """
+        prompt = len(request.prompt_ids)
+        check_prompt(prompt, max_seq_len=self._max_seq_len)
+        # The last token is returned, never cached.
+        most = prompt + request.max_new_tokens - 1
+        blocks = blocks_for(most, block_size=self._block_size)
+        if blocks > self._allocator.num_usable:
+            raise ConfigError(
+                f"the request can grow to {most} cached tokens, {blocks} blocks; the cache has"
+                f" {self._allocator.num_usable}.",
+                why="Even alone it would run out of memory before it ends.",
+                fix="Lower max_tokens, shorten the prompt, or give the cache more blocks.",
+            )
+        self._waiting.append(request)
+
+    def schedule(self, *, drained: bool) -> PrefillBatch | DecodeBatch | Drain | None:
+        """Forms the next step and counts it as launched.
+
+        Args:
+            drained: Whether the host has read every launched token.
+
+        Returns:
+            The step; Drain when a request must be preempted first and that needs a drained device; None when
+            there is nothing to launch.
+        """
+        decodable = [r for r in self._running if r.state is RequestState.DECODE and r.wants_token]
+        if self._decoded_last or not decodable:
+            chunks = tuple(self._chunks())
+            if chunks:
+                self._decoded_last = False
+                return PrefillBatch(chunks)
+        if not decodable:
+            return None
+        if not self._make_room(decodable, drained=drained):
+            return Drain()
+        batch = tuple(request for request in decodable if request.state is RequestState.DECODE)
+        if not batch:  # all of them made room for an older prompt that is still being computed
+            return self.schedule(drained=drained)
+        lengths = tuple(request.length for request in batch)
+        for request in batch:
+            request.computed = request.length
+            request.launched += 1
+        self._decoded_last = True
+        return DecodeBatch(batch, lengths)
+
+    def finish(self, request: Request) -> None:
+        """Ends a request: no step will hold it again. Its row and blocks stay until ``release``.
+
+        Args:
+            request: One that was added and is not finished.
+        """
+        if request.state is RequestState.WAITING:
+            self._waiting.remove(request)
+        request.state = RequestState.FINISHED
+
+    def release(self, request: Request) -> None:
+        """Takes back the row and the blocks of a finished request; no step in flight may use them.
+
+        Args:
+            request: A finished one; one that holds nothing is left alone.
+        """
+        if request.state is not RequestState.FINISHED:
+            raise InternalError("a request was released before it was finished.")
+        if request.row is not None:
+            self._take_back(request)
+
+    def clear(self) -> None:
+        """Ends every request and takes everything back; no step may be in flight."""
+        for request in self.unfinished:
+            self.finish(request)
+        for request in tuple(self._running):
+            self._take_back(request)
+
+    def _chunks(self) -> Iterator[PrefillChunk]:
+        budget = self._max_num_tokens
+        for request in self._running:
+            if request.state is RequestState.PREFILL and budget:
+                chunk = _chunk(request, budget=budget)
+                budget -= chunk.count
+                yield chunk
+        while budget and self._waiting and self._admit(self._waiting[0]):
+            chunk = _chunk(self._running[-1], budget=budget)
+            budget -= chunk.count
+            yield chunk
+
+    def _admit(self, request: Request) -> bool:
+        # The whole prompt's blocks are taken at once: two half-done prompts could otherwise wait for one
+        # another's blocks. One block per running request stays free, so that admitting this one does not force
+        # a preemption at the next block boundary.
+        if not self._free_rows:
+            return False
+        needed = blocks_for(request.length, block_size=self._block_size)
+        if needed + len(self._running) > self._allocator.num_free and self._running:
+            return False
+        blocks = self._allocator.allocate(needed)
+        if blocks is None:
+            return False
+        self._waiting.popleft()
+        request.blocks = blocks
+        request.row = self._free_rows.pop()
+        request.state = RequestState.PREFILL
+        self._running.append(request)
+        return True
+
+    def _make_room(self, batch: list[Request], *, drained: bool) -> bool:
+        """Gives every request of the batch a block for its next token, oldest first; False: drain first."""
+        for request in batch:
+            while request.state is RequestState.DECODE and len(request.blocks) * self._block_size < request.length:
+                blocks = self._allocator.allocate(1)
+                if blocks is not None:
+                    request.blocks.extend(blocks)
+                elif not drained:
+                    return False
+                else:
+                    self._preempt(self._running[-1])
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        # Recomputed later from all its tokens. With a seed per position it draws the same tokens again.
+        if request.launched != len(request.output_ids):
+            raise InternalError("a request was preempted while one of its tokens was in flight.")
+        self._take_back(request)
+        request.computed = 0
+        request.state = RequestState.WAITING
+        self._waiting.appendleft(request)
+        self.preemptions += 1
+
+    def _take_back(self, request: Request) -> None:
+        if request.row is None:
+            raise InternalError("a request without a row was among the running ones.")
+        self._allocator.free(request.blocks)
+        self._free_rows.append(request.row)
+        self._running.remove(request)
+        request.blocks = []
+        request.row = None
+
+
+def check_prompt(tokens: int, *, max_seq_len: int) -> None:
+    """Refuses a prompt that leaves no room for a single new token.
+
+    Args:
+        tokens: Its length.
+        max_seq_len: Most tokens of prompt and answer.
+
+    Raises:
+        ConfigError: It is empty or too long.
+    """
+    if tokens < 1:
+        raise ConfigError(
+            "the prompt has no tokens.",
+            why="The first token is predicted from the one before it.",
+            fix="Give a prompt of at least one token.",
+        )
+    if tokens >= max_seq_len:
+        raise ConfigError(
+            f"the prompt has {tokens} tokens; at most {max_seq_len - 1} fit.",
+            why=f"Prompt and answer share {max_seq_len} positions, and one is kept for the first new token.",
+            fix="Shorten the prompt, or use a model with more positions or a larger max_seq_len.",
+        )
+
+
+def _chunk(request: Request, *, budget: int) -> PrefillChunk:
+    start = request.computed
+    count = min(request.length - start, budget)
+    request.computed += count
+    completes = request.computed == request.length
+    if completes:
+        request.launched += 1
+        request.state = RequestState.DECODE
+    return PrefillChunk(request, start, count, completes)

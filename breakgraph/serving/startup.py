@@ -1,0 +1,113 @@
+"""From a loaded model and options to an engine: device, attention, sizes, memory, in that order."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from breakgraph.capture_window import CaptureProgress
+from breakgraph.errors import ConfigError
+from breakgraph.models.attention import make_attention
+from breakgraph.models.weights import LoadedModel
+from breakgraph.serving.config import EngineConfig, Sizes, sequence_limit
+from breakgraph.serving.device_state import DeviceState
+from breakgraph.serving.engine import Engine
+from breakgraph.serving.kv_cache import KVCache, blocks_for
+from breakgraph.serving.memory import measure_blocks
+
+__all__ = ["build_engine", "choose_device"]
+
+_LOG = logging.getLogger(__name__)
+
+
+def choose_device(name: str) -> torch.device:
+    """Turns the device option into a device.
+
+    Args:
+        name: "auto", "cpu", "cuda" or "cuda:1".
+
+    Raises:
+        ConfigError: It is none of these, or there is no such device here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
+        raise ConfigError(
+            f"device is {name!r}; expected auto, cpu or cuda.",
+            why="Graphs exist for CUDA devices, and are emulated on a CPU.",
+            fix="Use auto to take CUDA where there is one.",
+        )
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device is {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices.",
+            why="The model would have nowhere to run.",
+            fix="Use device cpu, or install a torch that fits your driver.",
+        )
+    return torch.device(name)
+
+
+def build_engine(
+    model: LoadedModel, *, config: EngineConfig, progress: Callable[[str, CaptureProgress], None] | None = None
+) -> Engine:
+    """Allocates cache and token table and makes an engine; captures nothing yet.
+
+    Args:
+        model: Weights, on their device.
+        config: The caller's options.
+        progress: Called as ``progress("prefill" | "decode", event)`` while graphs are captured.
+
+    Raises:
+        ConfigError: Model, device and options do not fit together.
+    """
+    decoder, shape = model.decoder, model.config
+    device = decoder.device
+    limit = sequence_limit(config, max_positions=model.max_positions, device_type=device.type)
+    shape.check_positions(limit)
+    attention = make_attention(
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        block_size=config.block_size,
+        dtype=decoder.dtype,
+        device=device,
+        kind=config.attention,
+    )
+    _LOG.info("attention: %s (%s)", attention.kind, attention.reason)
+    # More blocks than all requests at their full length would never be used.
+    most = config.max_batch_size * blocks_for(limit, block_size=config.block_size) + 1
+    sizes_for = partial(
+        Sizes.resolve,
+        config,
+        max_positions=model.max_positions,
+        device_type=device.type,
+        plans=attention.kind != "torch",
+    )
+    per_block = {
+        "block_size": config.block_size,
+        "num_layers": shape.num_layers,
+        "num_kv_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+    }
+    num_blocks = most if config.num_blocks is None else config.num_blocks
+    if config.num_blocks is None and device.type == "cuda":
+        num_blocks, split = measure_blocks(
+            decoder,
+            attention=attention,
+            sizes=sizes_for(num_blocks=most),
+            config=config,
+            block_bytes=KVCache.block_bytes(**per_block, dtype=decoder.dtype),
+        )
+        _LOG.info("memory: %s", split)
+    sizes = sizes_for(num_blocks=num_blocks)
+    with torch.inference_mode(mode=False):
+        state = DeviceState(
+            decoder=decoder,
+            attention=attention,
+            cache=KVCache(num_blocks, **per_block, dtype=decoder.dtype, device=device),
+            last_token=torch.zeros(sizes.max_batch_size + 1, dtype=torch.int64, device=device),
+        )
+    return Engine(state, sizes=sizes, config=config, eos_token_ids=model.generation.eos_token_ids, progress=progress)

@@ -1,0 +1,202 @@
+"""What an engine did: steps by kind and path, tokens, seconds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping
+from typing import Any, Protocol
+
+import attrs
+
+from breakgraph.capture import BreakableCUDAGraph
+from breakgraph.serving.scheduler import DecodeBatch, PrefillBatch
+from breakgraph.statistics import RunnerStatistics
+
+__all__ = ["Counters", "Phase", "Statistics", "collect"]
+
+
+@attrs.define
+class Phase:
+    """Prefill or decode.
+
+    Attributes:
+        steps: Steps launched.
+        replays: Those that replayed a graph.
+        tokens: Tokens of all steps: recomputed prompts and thrown-away tokens included.
+        seconds: Time the host spent launching them and waiting for them.
+    """
+
+    steps: int = 0
+    replays: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens by seconds; 0 before the first step."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@attrs.define
+class Counters:
+    """What the engine itself counts.
+
+    Attributes:
+        prefill: Prefill steps.
+        decode: Decode steps.
+        prompt_tokens: Tokens of all prompts.
+        generated_tokens: Tokens that went to a caller.
+        discarded_tokens: Tokens made for requests that had ended one step before.
+        capture_seconds: Spent capturing.
+    """
+
+    prefill: Phase = attrs.field(factory=Phase)
+    decode: Phase = attrs.field(factory=Phase)
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    discarded_tokens: int = 0
+    capture_seconds: float = 0.0
+
+    def launched(self, batch: PrefillBatch | DecodeBatch, *, seconds: float) -> None:
+        """Counts a launched step and the host time of its launch; on a CPU that is all of its work."""
+        phase = self._phase(batch)
+        phase.steps += 1
+        phase.tokens += batch.num_tokens
+        phase.seconds += seconds
+
+    def waited(self, batch: PrefillBatch | DecodeBatch, *, seconds: float) -> None:
+        """Adds the time that the host waited for a step."""
+        self._phase(batch).seconds += seconds
+
+    def _phase(self, batch: PrefillBatch | DecodeBatch) -> Phase:
+        return self.prefill if isinstance(batch, PrefillBatch) else self.decode
+
+
+@attrs.frozen(kw_only=True)
+class Statistics:
+    """What an engine did since its start.
+
+    Attributes:
+        prefill: Prefill steps.
+        decode: Decode steps.
+        eager: Steps that ran eagerly, by reason.
+        segments: Graph launches of all replays.
+        breaks: Break functions run in all replays.
+        graphs: Graphs that were captured and may serve.
+        dropped: Graphs that were not published, by name, and why.
+        prompt_tokens: Tokens of all prompts.
+        generated_tokens: Tokens that went to a caller.
+        discarded_tokens: Tokens made for requests that had ended one step before.
+        preemptions: Times that a request lost its blocks and started again.
+        capture_seconds: Spent capturing.
+    """
+
+    prefill: Phase
+    decode: Phase
+    eager: dict[str, int]
+    segments: int
+    breaks: int
+    graphs: int
+    dropped: dict[str, str]
+    prompt_tokens: int
+    generated_tokens: int
+    discarded_tokens: int
+    preemptions: int
+    capture_seconds: float
+
+    @property
+    def prefill_replays(self) -> int:
+        """Prefill steps that replayed a graph."""
+        return self.prefill.replays
+
+    @property
+    def decode_replays(self) -> int:
+        """Decode steps that replayed a graph."""
+        return self.decode.replays
+
+    @property
+    def eager_steps(self) -> int:
+        """Steps that ran eagerly, whatever the reason."""
+        return sum(self.eager.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as values that JSON has, on one level: ``prefill_replays``, ``decode_steps`` and so on."""
+        values = attrs.asdict(self)
+        phases: dict[str, Any] = {}
+        for name, phase in (("prefill", self.prefill), ("decode", self.decode)):
+            del values[name]
+            phases |= {f"{name}_{field}": value for field, value in attrs.asdict(phase).items()}
+            phases[f"{name}_tokens_per_second"] = phase.tokens_per_second
+        return phases | values
+
+    def summary(self) -> str:
+        """One line for people."""
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.eager.items()))
+        return (
+            f"prefill {self.prompt_tokens} tokens in {self.prefill.steps} steps"
+            f" ({self.prefill.tokens_per_second:.1f} tok/s), decode {self.generated_tokens} tokens in"
+            f" {self.decode.steps} steps ({self.decode.tokens_per_second:.1f} tok/s);"
+            f" {self.prefill_replays + self.decode_replays} graph replays"
+            f" ({self.prefill_replays} prefill, {self.decode_replays} decode),"
+            f" {self.eager_steps} eager{f' ({reasons})' if reasons else ''};"
+            f" {self.segments} segments, {self.breaks} breaks"
+        )
+
+
+class CountedRunner(Protocol):
+    """What is read of a runner."""
+
+    @property
+    def statistics(self) -> RunnerStatistics:
+        """Its counters."""
+        ...
+
+    @property
+    def graphs(self) -> Mapping[Any, BreakableCUDAGraph]:
+        """Its graphs by key."""
+        ...
+
+    @property
+    def dropped(self) -> Mapping[Any, str]:
+        """Why keys have no graph."""
+        ...
+
+
+def collect(counters: Counters, *, prefill: CountedRunner, decode: CountedRunner, preemptions: int) -> Statistics:
+    """Joins the engine's counters with those of its runners.
+
+    Args:
+        counters: The engine's.
+        prefill: The prefill runner.
+        decode: The decode runner.
+        preemptions: The scheduler's count.
+    """
+    eager: Counter[str] = Counter()
+    segments = breaks = 0
+    dropped: dict[str, str] = {}
+    for name, runner in (("prefill", prefill), ("decode", decode)):
+        eager.update(runner.statistics.eager)
+        for key, replays in runner.statistics.replays_by_key.items():
+            in_segments, in_breaks = _size(runner.graphs, key)
+            segments += replays * in_segments
+            breaks += replays * in_breaks
+        dropped.update({f"{name} {key}": reason for key, reason in runner.dropped.items()})
+    return Statistics(
+        prefill=attrs.evolve(counters.prefill, replays=prefill.statistics.replays),
+        decode=attrs.evolve(counters.decode, replays=decode.statistics.replays),
+        eager=dict(eager),
+        segments=segments,
+        breaks=breaks,
+        graphs=len(prefill.graphs) + len(decode.graphs),
+        dropped=dropped,
+        prompt_tokens=counters.prompt_tokens,
+        generated_tokens=counters.generated_tokens,
+        discarded_tokens=counters.discarded_tokens,
+        preemptions=preemptions,
+        capture_seconds=counters.capture_seconds,
+    )
+
+
+def _size(graphs: Mapping[Any, BreakableCUDAGraph], key: Hashable) -> tuple[int, int]:
+    stats = graphs[key].stats()
+    return stats.segments, stats.breaks

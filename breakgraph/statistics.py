@@ -1,0 +1,118 @@
+"""What a runner counts: replays, eager runs by reason, padding, and the time of each phase of its capture."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Hashable
+
+import attrs
+
+__all__ = ["CapturePhase", "KeyReport", "Reason", "RunnerStatistics"]
+
+
+class Reason(enum.Enum):
+    """Why a step ran eagerly; the value is the text for people."""
+
+    RECORDING_STATISTICS = "statistics of the model are being recorded"
+    RANK_DISAGREEMENT = "another rank cannot use a graph for this step"
+    DISABLED = "the runner is disabled"
+    NOT_READY = "the state of a request is not ready"
+    UNEQUAL_REQUESTS = "the requests of the batch differ in what a graph has one value for"
+    GATE = "a gate of the caller refused"
+    NOT_CAPTURED_YET = "nothing was captured yet"
+    ABOVE_LARGEST_BUCKET = "above the largest bucket"
+    NO_GRAPH = "no graph was declared for this key"
+    DROPPED = "the graph of this key was dropped"
+    NO_DUMMY = "no block was free for a padding request"
+
+
+class CapturePhase(enum.Enum):
+    """The phases of a capture, in order; the value is the text for people."""
+
+    WARM_UP = "warm-up"
+    CAPTURE = "capture"
+    VERIFY = "verify"
+
+
+@attrs.define
+class KeyReport:
+    """How the capture of one key went.
+
+    Attributes:
+        seconds: Time spent in each phase, seconds.
+        fresh_inputs: Whether verification used other inputs than the capture; None when it did not run.
+        tolerated: Whether eager differed from itself and the declared tolerance was applied.
+    """
+
+    seconds: dict[CapturePhase, float] = attrs.field(factory=dict)
+    fresh_inputs: bool | None = None
+    tolerated: bool = False
+
+
+@attrs.define
+class RunnerStatistics:
+    """Counters of one runner.
+
+    Attributes:
+        replays: Steps that replayed a graph.
+        eager: Steps that ran eagerly, by the name of the reason (of a caller's gate, by the gate's name).
+        real_rows: Real rows of all replays.
+        padded_rows: Rows of all replays, padding included.
+        eager_rows: Rows of all eager steps.
+        replays_by_key: Replays of each graph.
+        reports: How the capture of each key went.
+    """
+
+    replays: int = 0
+    eager: Counter[str] = attrs.field(factory=Counter)
+    real_rows: int = 0
+    padded_rows: int = 0
+    eager_rows: int = 0
+    replays_by_key: Counter[Hashable] = attrs.field(factory=Counter)
+    reports: dict[Hashable, KeyReport] = attrs.field(factory=dict)
+
+    def count_replay(self, key: Hashable, *, real: int, padded: int) -> None:
+        """Count one replay of a graph.
+
+        Args:
+            key: The key of the graph.
+            real: Real rows.
+            padded: Rows of the graph.
+        """
+        self.replays += 1
+        self.real_rows += real
+        self.padded_rows += padded
+        self.replays_by_key[key] += 1
+
+    def count_eager(self, name: str, *, rows: int) -> None:
+        """Count one eager step.
+
+        Args:
+            name: Name of the reason, or of the caller's gate.
+            rows: Rows of the step.
+        """
+        self.eager[name] += 1
+        self.eager_rows += rows
+
+    @property
+    def padding_waste(self) -> float:
+        """The share of replayed rows that were padding, 0 to 1."""
+        return 1.0 - self.real_rows / self.padded_rows if self.padded_rows else 0.0
+
+    def seconds(self, phase: CapturePhase) -> float:
+        """Add up the time that all keys spent in a phase.
+
+        Args:
+            phase: The phase.
+
+        Returns:
+            Seconds.
+        """
+        return sum(report.seconds.get(phase, 0.0) for report in self.reports.values())
+
+    def reset(self) -> None:
+        """Set the counters of steps to zero; reports of the capture stay."""
+        self.replays = self.real_rows = self.padded_rows = self.eager_rows = 0
+        self.eager.clear()
+        self.replays_by_key.clear()
