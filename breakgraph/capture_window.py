@@ -149,7 +149,8 @@ def two_passes(
             step(key)
         except Exception as error:
             failed[key] = f"{phase.value}: {_text(error)}"
-            _LOG.warning("%s of %s failed; this key will run eagerly", phase.value, key, exc_info=True)
+            _LOG.warning("%s failed and will run eagerly: %s", key, failed[key])
+            _LOG.debug("%s of %s", phase.value, key, exc_info=True)
             return False
         finally:
             report(key).seconds[phase] = time.perf_counter() - begin

@@ -6,6 +6,7 @@ Everything heavy is imported when a command runs, so that ``--help`` answers at 
 from __future__ import annotations
 
 import enum
+import io
 import json
 import os
 import sys
@@ -89,6 +90,8 @@ def main() -> None:
 
 
 def _run(job: OnePrompt, *, stats: bool) -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows "?" for it
     with _progress_bars() as progress:
         job.progress = progress
         pieces = job.start()

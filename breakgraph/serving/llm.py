@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +230,9 @@ class LLM:
 
     def _take(self, token: Token) -> None:
         request = token.request
-        answer = self._answers[request]
+        answer = self._answers.get(request)
+        if answer is None:  # added to the engine directly: its caller finds the token in output_ids
+            return
         text = ""
         if answer.text is not None and token.token_id not in request.stop_ids:
             text = answer.text.push(token.token_id)
@@ -249,7 +252,9 @@ class LLM:
 
     def _abandon(self, answers: Sequence[_Answer]) -> None:
         """Ends what of these is still running; where nothing else runs, reads what is in flight and gives all back."""
-        engine = self.engine
+        engine = self._engine
+        if engine is None:  # it could not be started
+            return
         for answer in answers:
             if self._answers.pop(answer.request, None) is not None:
                 engine.finish(answer.request, reason=FinishReason.ABORT)
@@ -264,10 +269,20 @@ class LLM:
 def _batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    items = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
-        return [[item for item in items if isinstance(item, int)]]
-    return [item for item in items if not isinstance(item, int)]
+    texts: list[Prompt] = []
+    tokens: list[int] = []
+    for item in prompts:
+        if isinstance(item, Integral):  # integers of numpy are no int
+            tokens.append(int(item))
+        elif not isinstance(item, int):
+            texts.append(item)
+    if texts and tokens:
+        raise ConfigError(
+            f"token {tokens[0]} stands among {len(texts)} prompts.",
+            why="One prompt is a text or a list of token ids; several are a list of those.",
+            fix="Put the token ids of one prompt into a list of their own.",
+        )
+    return [tokens] if tokens else texts
 
 
 def _completion(answer: _Answer) -> Completion:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import attrs
@@ -176,10 +176,13 @@ def collect(counters: Counters, *, prefill: CountedRunner, decode: CountedRunner
     dropped: dict[str, str] = {}
     for name, runner in (("prefill", prefill), ("decode", decode)):
         eager.update(runner.statistics.eager)
+        graphs = runner.graphs
         for key, replays in runner.statistics.replays_by_key.items():
-            in_segments, in_breaks = _size(runner.graphs, key)
-            segments += replays * in_segments
-            breaks += replays * in_breaks
+            # With verify="always" a graph may have been dropped since; what it did is not known any more.
+            if key in graphs:
+                size = graphs[key].stats()
+                segments += replays * size.segments
+                breaks += replays * size.breaks
         dropped.update({f"{name} {key}": reason for key, reason in runner.dropped.items()})
     return Statistics(
         prefill=attrs.evolve(counters.prefill, replays=prefill.statistics.replays),
@@ -195,8 +198,3 @@ def collect(counters: Counters, *, prefill: CountedRunner, decode: CountedRunner
         preemptions=preemptions,
         capture_seconds=counters.capture_seconds,
     )
-
-
-def _size(graphs: Mapping[Any, BreakableCUDAGraph], key: Hashable) -> tuple[int, int]:
-    stats = graphs[key].stats()
-    return stats.segments, stats.breaks
