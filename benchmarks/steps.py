@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.provenance import provenance
 from benchmarks.shapes import SHAPES
 from breakgraph import eager_step
 from breakgraph.capture import GraphPool
@@ -43,6 +41,7 @@ from breakgraph.serving.startup import build_engine
 from breakgraph.testing import assert_same_bits
 
 PREFILL = (16, 128, 512, 2048)
+BUCKETS = (16, 64, 128, 256, 512, 1024, 2048)
 DECODE = (1, 8, 32, 128)
 CONTEXT = 160
 ENGINE = ((1, 16), (1, 128), (1, 512), (8, 128), (32, 128), (128, 128))
@@ -248,7 +247,7 @@ def run_shape(name: str, *, repeats: int) -> dict[str, Any]:
         max_batch_size=max(DECODE),
         max_num_tokens=max(PREFILL),
         max_seq_len=4096,
-        prefill_sizes=PREFILL,
+        prefill_sizes=BUCKETS,
         memory_fraction=0.6,
     )
     engine = build_engine(model, config=config)
@@ -284,25 +283,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--commit", help="where the machine has no git")
     options = parser.parse_args()
-    commit = (
-        options.commit
-        or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    )
-    results = {
-        "command": "python " + " ".join(sys.argv),
-        "commit": commit,
-        "date": time.strftime("%Y-%m-%d"),
-        "gpu": torch.cuda.get_device_name(),
-        "python": platform.python_version(),
-        "versions": {
-            name: metadata.version(name)
-            for name in ("torch", "transformers", "flashinfer-python", "cuda-bindings", "triton")
-        },
-        "shapes": [],
-    }
+    results: dict[str, Any] = {**provenance(options.commit), "shapes": []}
     for name in options.shapes.split(","):
         row = run_shape(name, repeats=options.repeats)
-        results["shapes"].append(row)  # type: ignore[union-attr]
+        results["shapes"].append(row)
         for case in row["prefill"]:
             print(name, "prefill", case["tokens"], *(f"{k}={v['median_ms']}" for k, v in case.items() if k != "tokens"))
         for case in row["decode"]:

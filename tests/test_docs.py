@@ -1,0 +1,73 @@
+"""README and docs say what is so: their examples run, their links and tests exist, their commands are those of CI."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def examples(language: str) -> list[str]:
+    """Code blocks of the README in a language."""
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+
+
+def test_the_example_of_the_core_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """The README's first example runs as it stands and prints the steps of its graph."""
+    exec(compile(examples("python")[0], "README.md", "exec"), {"__name__": "readme"})
+    assert "attend [live ['lengths']; return: value]" in capsys.readouterr().out
+
+
+@pytest.mark.demo
+def test_the_example_of_the_serving_loop_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """The README's second example answers with the demo model."""
+    exec(compile(examples("python")[1], "README.md", "exec"), {"__name__": "readme"})
+    assert "Paris" in capsys.readouterr().out
+
+
+def test_the_two_commands_are_one_line_each_and_ci_runs_the_second() -> None:
+    """One line installs and answers, one installs and tests; `.ci/run` takes its line from the README."""
+    lines = [line for block in examples("bash") for line in block.splitlines()]
+    assert sum(line.endswith('breakgraph generate "What is the capital of France?"') for line in lines) == 1
+    test_lines = [line for line in lines if line.endswith("&& ./check")]
+    assert len(test_lines) == 1
+    assert test_lines[0].startswith("pip install ")
+    assert "README.md" in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    """Every relative link of the README and docs names a file that exists."""
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_footgun_names_a_test_that_exists() -> None:
+    """The tests that docs/footguns.md names are there."""
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (ROOT / "docs" / "footguns.md").read_text())
+    assert len(named) >= 10
+    for file, function in named:
+        tree = ast.parse((ROOT / "tests" / file).read_text())
+        assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, f"{file}::{function}"
+
+
+def test_figures_come_from_results_files() -> None:
+    """Every results file that the docs name exists and says command, commit, versions and GPU."""
+    import json
+
+    named = re.findall(r"results/(\w+\.json)", (ROOT / "docs" / "benchmarks.md").read_text())
+    assert named
+    for name in named:
+        results = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+        assert {"command", "commit", "versions", "gpu"} <= set(results), name
+
+
+def test_files_and_classes_stay_small() -> None:
+    """No file of the package has more than 400 lines."""
+    for path in (ROOT / "breakgraph").rglob("*.py"):
+        assert len(path.read_text().splitlines()) <= 400, path
