@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import tables
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -65,6 +67,14 @@ def test_figures_come_from_results_files() -> None:
     for name in named:
         results = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
         assert {"command", "commit", "versions", "gpu"} <= set(results), name
+
+
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
+def test_tables_are_those_of_the_results_files(page: Path) -> None:
+    """No figure of a table was typed by hand: made anew from the results files it is the same."""
+    text = page.read_text()
+    assert "<!-- table" in text
+    assert tables.rewritten(text) == text
 
 
 def test_files_and_classes_stay_small() -> None:

@@ -1,0 +1,174 @@
+"""Markdown tables of the results files, for docs/benchmarks.md and the README.
+
+python benchmarks/tables.py            rewrites the blocks between `<!-- table NAME -->` and `<!-- end -->`
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["TABLES", "rewritten"]
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+
+
+def _read(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text())
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    head = list(head)
+    lines = [head, ["---"] * len(head), *([str(cell) for cell in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _ms(cell: dict[str, float]) -> str:
+    return f"{cell['median_ms']:.2f}"
+
+
+def prefill() -> str:
+    """Prefill steps of all shapes."""
+    return _table(
+        ("model", "tokens", "eager, ms", "breakable graph, ms", "its host time, ms", "one whole graph, ms"),
+        (
+            (
+                shape["shape"],
+                case["tokens"],
+                _ms(case["eager"]),
+                _ms(case["breakable_graph"]),
+                _ms(case["breakable_graph_host"]),
+                _ms(case["one_whole_graph"]),
+            )
+            for shape in _read("steps_h200.json")["shapes"]
+            for case in shape["prefill"]
+        ),
+    )
+
+
+def decode() -> str:
+    """Decode steps of all shapes."""
+    return _table(
+        ("model", "batch", "eager, ms", "decode runner, ms", "its host time, ms", "the graph alone, ms"),
+        (
+            (
+                shape["shape"],
+                case["batch"],
+                _ms(case["eager"]),
+                _ms(case["decode_runner"]),
+                _ms(case["decode_runner_host"]),
+                _ms(case["one_whole_graph"]),
+            )
+            for shape in _read("steps_h200.json")["shapes"]
+            for case in shape["decode"]
+        ),
+    )
+
+
+def engine() -> str:
+    """The engine loop of all shapes."""
+    return _table(
+        (
+            "model",
+            "batch",
+            "prompt",
+            "first token, eager",
+            "first token, graphs",
+            "decode step, eager",
+            "decode step, graphs",
+            "tokens/s, graphs",
+        ),
+        (
+            (
+                shape["shape"],
+                case["batch"],
+                case["prompt"],
+                f"{case['eager']['first_token_ms']:.1f} ms",
+                f"{case['graphs']['first_token_ms']:.1f} ms",
+                f"{case['eager']['decode_step_ms']:.2f} ms",
+                f"{case['graphs']['decode_step_ms']:.2f} ms",
+                round(case["graphs"]["tokens_per_second"]),
+            )
+            for shape in _read("steps_h200.json")["shapes"]
+            for case in shape["engine"]
+        ),
+    )
+
+
+def captures() -> str:
+    """What start-up costs."""
+    return _table(
+        ("model", "graphs", "capture, s", "prefill pool, MiB", "decode pool, MiB", "sizes equal to the eager twin"),
+        (
+            (
+                shape["shape"],
+                len(shape["prefill_buckets"]) + shape["decode_graphs"],
+                shape["capture_seconds"],
+                shape["pool_mib"][0],
+                shape["pool_mib"][1],
+                f"{shape['sizes_bit_equal_to_eager_twin']}, bit for bit",
+            )
+            for shape in _read("steps_h200.json")["shapes"]
+        ),
+    )
+
+
+def summary() -> str:
+    """One request through the engine, for the README."""
+    return _table(
+        ("model", "first token of 128, eager", "with graphs", "decode step, eager", "with graphs"),
+        (
+            (
+                shape["shape"],
+                f"{case['eager']['first_token_ms']:.1f} ms",
+                f"**{case['graphs']['first_token_ms']:.1f} ms**",
+                f"{case['eager']['decode_step_ms']:.2f} ms",
+                f"**{case['graphs']['decode_step_ms']:.2f} ms**",
+            )
+            for shape in _read("steps_h200.json")["shapes"]
+            for case in shape["engine"]
+            if (case["batch"], case["prompt"]) == (1, 128)
+        ),
+    )
+
+
+def real_weights() -> str:
+    """SmolLM2 with its real weights."""
+    result = _read("real_weights_h200.json")
+    return _table(
+        ("", "first text, ms", "tokens/s"),
+        (
+            (name, f"{result[name]['first_text_ms']:.1f}", round(result[name]["tokens_per_second"]))
+            for name in ("eager", "graphs")
+        ),
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    function.__name__: function for function in (prefill, decode, engine, captures, summary, real_weights)
+}
+
+
+def rewritten(text: str) -> str:
+    """A page with each of its tables made anew from the results files."""
+    return re.sub(
+        r"(<!-- table (\w+) -->\n).*?(<!-- end -->)",
+        lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}",
+        text,
+        flags=re.DOTALL,
+    )
+
+
+def main() -> None:
+    """Rewrite the pages."""
+    for page in PAGES:
+        page.write_text(rewritten(page.read_text()))
+
+
+if __name__ == "__main__":
+    main()
