@@ -123,7 +123,13 @@ class BreakableCUDAGraph:
         """One for each call of a marked function."""
         return tuple(step.call for step in self.steps if step.call is not None)
 
-    def replay(self, live: Mapping[str, Any] | None = None, *, valid_rows: int | None = None) -> None:
+    def replay(
+        self,
+        live: Mapping[str, Any] | None = None,
+        *,
+        valid_rows: int | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> None:
         """Run the graph: launch segments and run breaks in order, on the current stream.
 
         Outputs are in the tensors that the capture's body made; they are valid until the next replay of this pool.
@@ -131,6 +137,8 @@ class BreakableCUDAGraph:
         Args:
             live: A value for every live name, no other names.
             valid_rows: Real rows; None means every row.
+            before: Called when the pool is held and before the first step: the place to refill static buffers, since
+                until then another replay may still read them.
 
         Raises:
             NoGraphError: Nothing was captured.
@@ -172,6 +180,8 @@ class BreakableCUDAGraph:
             pool.backend.replaying()
             if pool.poison:
                 pool.backend.poison()
+            if before is not None:
+                before()
             if program.modes.in_force():
                 for run in program.runs:
                     run()
