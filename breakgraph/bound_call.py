@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ class BoundCall:
     """Arguments of one call, addressable by parameter name.
 
     Args:
-        args: Positional arguments as they were bound, defaults applied.
-        kwargs: Keyword-only arguments as they were bound.
+        args: Positional arguments as they were given.
+        kwargs: Keyword arguments as they were given.
         places: Parameter name -> index into `args` or key of `kwargs`; var-parameters are not addressable.
     """
 
@@ -30,25 +30,39 @@ class BoundCall:
         self.places = places
 
     @classmethod
-    def bind(cls, signature: inspect.Signature | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundCall:
-        """Bind a call; without a signature (a builtin) the arguments are kept as given.
+    def bind(
+        cls,
+        signature: inspect.Signature | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        names: Collection[str] = (),
+    ) -> BoundCall:
+        """Bind a call, leaving it as it was made; only what is named is looked up.
+
+        Defaults are not passed on otherwise: the function fills them in itself, at every call.
 
         Raises:
             TypeError: The arguments do not fit the function, exactly as Python would say it.
         """
-        if signature is None:
-            return cls(list(args), dict(kwargs), places={})
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
+        call = cls(list(args), dict(kwargs), places={})
+        if signature is None or not names:
+            return call
+        signature.bind(*args, **kwargs)
         places: dict[str, int | str] = {}
-        position = 0
-        for name, parameter in signature.parameters.items():
-            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+        for position, (name, parameter) in enumerate(signature.parameters.items()):
+            if parameter.kind is parameter.POSITIONAL_ONLY and position >= len(call.args) and name in names:
+                earlier = list(signature.parameters.values())[len(call.args) : position + 1]
+                call.args.extend(other.default for other in earlier)
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD) and position < len(
+                call.args
+            ):
                 places[name] = position
-                position += 1
-            elif parameter.kind is parameter.KEYWORD_ONLY:
+            elif name in names:
+                call.kwargs.setdefault(name, parameter.default)
                 places[name] = name
-        return cls(list(bound.args), dict(bound.kwargs), places=places)
+        call.places = places
+        return call
 
     def __getitem__(self, parameter: str) -> Any:
         place = self.places[parameter]

@@ -13,7 +13,7 @@ import torch
 from breakgraph.bound_call import BoundCall
 from breakgraph.errors import CaptureError, ConfigError, LiveDataError
 from breakgraph.replay_context import ReplayContext, check_valid_rows, current_frame
-from breakgraph.structure import map_leaves
+from breakgraph.structure import map_leaves, storage_address
 
 __all__ = ["BreakSpec", "break_graph", "eager_on_graph"]
 
@@ -52,7 +52,8 @@ class BreakSpec:
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundCall:
         """Bind one call's arguments."""
-        return BoundCall.bind(self.signature, args, kwargs)
+        names = {*self.live, *(name for name in self.rows if not _is_return(name))}
+        return BoundCall.bind(self.signature, args, kwargs, names=names)
 
     def row_arguments(self, bound: BoundCall) -> dict[str, tuple[torch.Tensor, int]]:
         """The rows arguments of a call that are tensors; None is allowed for an optional one.
@@ -121,12 +122,12 @@ class BreakSpec:
             if parameter in row_arguments:
                 tensor, axis = row_arguments[parameter]
                 tensor.narrow(axis, valid, tensor.shape[axis] - valid).zero_()
-        storages = {tensor.untyped_storage().data_ptr() for tensor, _ in row_arguments.values()}
+        storages = {storage_address(tensor) for tensor, _ in row_arguments.values()} - {0}
         return map_leaves(result, functools.partial(self._pad_rows, valid=valid, padded=padded, storages=storages))
 
     def _pad_rows(self, path: str, leaf: Any, *, valid: int, padded: int | None, storages: set[int]) -> Any:
         axis = self.return_axis(path)
-        if axis is None or padded is None or not isinstance(leaf, torch.Tensor):
+        if axis is None or padded is None or not isinstance(leaf, torch.Tensor) or not leaf.dim():
             return leaf
         axis %= leaf.dim()
         if leaf.shape[axis] != valid:
@@ -134,7 +135,7 @@ class BreakSpec:
                 leaf  # a contract violation: at capture and replay it is an error, here the model's own code meets it
             )
         shape = [*leaf.shape[:axis], padded, *leaf.shape[axis + 1 :]]
-        if leaf.untyped_storage().data_ptr() in storages:
+        if storage_address(leaf) in storages:
             full = leaf.as_strided(shape, leaf.stride(), leaf.storage_offset())
             full.narrow(axis, valid, padded - valid).zero_()
             return full
@@ -151,7 +152,7 @@ def live_value(live: Mapping[str, Any], name: str, *, where: str) -> Any:
         raise LiveDataError(
             f"{where} needs live data '{name}'; given: {sorted(live) or 'none'}.",
             why="The captured value belongs to another step, so using it again would give that step's numbers.",
-            fix=f"Pass it: replay(live={{'{name}': ...}}), or eager_step(live={{'{name}': ...}}).",
+            fix=f"Pass it with the step: live={{'{name}': ...}}.",
         ) from None
 
 
@@ -270,7 +271,8 @@ def _spec(
                 fix=f"Write {option}=({value!r},).",
             )
     try:
-        signature: inspect.Signature | None = inspect.signature(function)
+        # Not that of a function wrapped by another decorator: the wrapper may take and pass other arguments.
+        signature: inspect.Signature | None = inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):
         signature = None
     spec = BreakSpec(
@@ -297,7 +299,8 @@ def _check_options(spec: BreakSpec) -> None:
                 raise ConfigError(
                     f"@eager_on_graph({option}=...) on '{spec.name}' names '{name}'; its parameters are {list(parameters)}.",
                     why="The option would silently do nothing.",
-                    fix="Name a parameter of the function (for rows also 'return'); *args and **kwargs cannot be named.",
+                    fix="Name a parameter of the function (for rows also 'return'; *args and **kwargs cannot be named). Below "
+                    "another decorator the parameters are that decorator's: put @eager_on_graph directly on the function.",
                 )
     for name in spec.writes:
         if name not in spec.rows:

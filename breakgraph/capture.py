@@ -14,12 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import attrs
 import torch
 
-from breakgraph.errors import CaptureError, NestedCaptureError
+from breakgraph.errors import CaptureError, ConfigError, NestedCaptureError, add_note
 from breakgraph.graph import BreakableCUDAGraph, GraphStats, Program
 from breakgraph.graph_pool import GraphPool
 from breakgraph.recorder import Recorder
@@ -32,6 +32,7 @@ _LOCK_TIMEOUT_SECONDS = 60.0
 _device_locks: dict[torch.device, threading.Lock] = {}
 
 
+@runtime_checkable
 class Saveable(Protocol):
     """State that a forward changes and that is no tensor: what `state=` accepts besides tensors."""
 
@@ -54,7 +55,8 @@ class BreakableCUDAGraphCapture:
         graph: Where to publish; it must hold nothing.
         pool: A `GraphPool` to share; a new one by default.
         stream: Capture stream of a new pool (CUDA only).
-        live: Live data of the capture, by name.
+        live: Live data of the capture, by name: for deep code that reads it through `current_replay()`. A break that binds
+            one of these names must receive the very same object.
         state: What the forward changes outside and the capture must put back: tensors, or objects with `save()` and
             `restore(saved)`. Cost: a clone of each tensor while the capture lasts.
         generators: The caller's own random generators that segments draw from.
@@ -83,6 +85,7 @@ class BreakableCUDAGraphCapture:
         expect_breaks: int | Mapping[str, int] | None = None,
         padded_rows: int | None = None,
     ) -> None:
+        _check_options(graph, pool=pool, live=live, state=state, generators=generators)
         self.graph = graph
         self._pool = pool
         self._stream = stream
@@ -127,11 +130,17 @@ class BreakableCUDAGraphCapture:
                 padded_rows=self._padded_rows,
                 barrier=self._barrier,
             )
+            free_before = pool.backend.free_bytes()
             previous = install(recorder)
             stack.callback(install, previous)
             recorder.begin_segment()
             self._running = _Running(
-                pool=pool, recorder=recorder, random=random, stack=stack.pop_all(), started=time.perf_counter()
+                pool=pool,
+                recorder=recorder,
+                random=random,
+                stack=stack.pop_all(),
+                started=time.perf_counter(),
+                free_before=free_before,
             )
         return self
 
@@ -141,23 +150,33 @@ class BreakableCUDAGraphCapture:
         running, self._running = self._running, None
         assert running is not None
         if error is not None:
-            running.give_up()
-            error.add_note(f"raised during the capture of {self.graph.name}; nothing of it was kept")
             try:
-                running.stack.close()
-            except Exception as late:  # teardown never replaces what the user's code raised
-                error.add_note(f"putting things back raised {type(late).__name__} as well: {late}")
-            return
-        # Leaving the stack puts back frame, streams, modes, gc, state and locks, in that order.
-        with running.stack:
-            try:
-                running.recorder.seal()
-                self._check_breaks(running.recorder.steps, device=running.pool.device)
-            except BaseException:
                 running.give_up()
-                raise
-        seconds = time.perf_counter() - running.started
-        self.graph.publish(Program.seal(running.recorder, capture_seconds=seconds), pool=running.pool)
+                add_note(error, f"raised during the capture of {self.graph.name}; nothing of it was kept")
+            finally:
+                try:
+                    running.stack.close()
+                except Exception as late:  # teardown never replaces what the user's code raised
+                    add_note(error, f"putting things back raised {type(late).__name__} as well: {late}")
+            return
+        try:
+            # Leaving the stack puts back frame, streams, modes, gc, state and locks, in that order.
+            with running.stack:
+                try:
+                    running.recorder.seal()
+                    self._check_breaks(running.recorder.steps, device=running.pool.device)
+                except BaseException:
+                    running.give_up()
+                    raise
+        except BaseException:
+            running.give_up()  # also where putting the state back failed: a second time it does nothing
+            raise
+        program = Program.seal(
+            running.recorder,
+            capture_seconds=time.perf_counter() - running.started,
+            executable_bytes=max(0, running.free_before - running.pool.backend.free_bytes()),
+        )
+        self.graph.publish(program, pool=running.pool)
 
     def _check_breaks(self, steps: list[Step], *, device: torch.device) -> None:
         counts = Counter(step.name for step in steps if step.call is not None)
@@ -181,12 +200,51 @@ class BreakableCUDAGraphCapture:
 
     @staticmethod
     def _restore(saved: list[tuple[torch.Tensor | Saveable, Any]]) -> None:
+        failed: Exception | None = None
         for item, value in saved:
-            if isinstance(item, torch.Tensor):
-                with torch.inference_mode():
-                    item.copy_(value)
-            else:
-                item.restore(value)
+            try:
+                _put_back(item, value)
+            except Exception as error:  # the others are put back all the same
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+
+def _put_back(item: torch.Tensor | Saveable, value: Any) -> None:
+    if isinstance(item, torch.Tensor):
+        with torch.inference_mode():
+            item.copy_(value)
+    else:
+        item.restore(value)
+
+
+def _check_options(graph: object, *, pool: object, live: object, state: object, generators: object) -> None:
+    """Refuse options of another kind, each by name."""
+    wrong: tuple[str, object, str] | None = None
+    if not isinstance(graph, BreakableCUDAGraph):
+        wrong = ("graph", graph, "a BreakableCUDAGraph")
+    elif pool is not None and not isinstance(pool, GraphPool):
+        wrong = ("pool", pool, "a GraphPool, such as another graph's .pool")
+    elif live is not None and not isinstance(live, Mapping):
+        wrong = ("live", live, "a mapping from names to values")
+    elif not isinstance(state, Iterable) or isinstance(state, torch.Tensor):
+        wrong = ("state", state, "a sequence of tensors or of objects with save() and restore(saved)")
+    elif not isinstance(generators, Iterable):
+        wrong = ("generators", generators, "a sequence of torch.Generator")
+    if wrong is None:
+        for item in generators if isinstance(generators, Iterable) else ():
+            if not isinstance(item, torch.Generator):
+                wrong = ("generators", item, "a sequence of torch.Generator")
+        for item in state if isinstance(state, Sequence) else ():
+            if not isinstance(item, torch.Tensor | Saveable):
+                wrong = ("state", item, "a sequence of tensors or of objects with save() and restore(saved)")
+    if wrong is not None:
+        name, got, expected = wrong
+        raise ConfigError(
+            f"BreakableCUDAGraphCapture({name}=...) got a {type(got).__name__}; expected {expected}.",
+            why="It would fail in the middle of the capture, or be ignored.",
+            fix=f"Pass {expected}.",
+        )
 
 
 def _save(item: torch.Tensor | Saveable) -> Any:
@@ -227,6 +285,7 @@ class _Running:
     random: _RandomState
     stack: ExitStack
     started: float
+    free_before: int
 
     def give_up(self) -> None:
         """Drop everything recorded and put the generators back; raises nothing."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import enum
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,67 +17,11 @@ import torch
 
 from breakgraph.bound_call import RowViews
 from breakgraph.break_function import BreakSpec
+from breakgraph.bridge_arena import BridgeArena
 from breakgraph.errors import CaptureError, CaptureIllegalError, CopyBackError
-from breakgraph.structure import flatten, map_leaves
+from breakgraph.structure import flatten, map_leaves, storage_address
 
-__all__ = ["BridgeArena", "OutputContract"]
-
-_ALIGNMENT = 256
-_SMALLEST_CHUNK = 1 << 16
-
-
-class BridgeArena:
-    """Memory for bridges, shared by all graphs of a pool: their replays never overlap, so their bridges may.
-
-    Every capture starts at the beginning again; with the largest bucket first, the others fit in what it took.
-
-    Args:
-        device: Device of the bridges.
-    """
-
-    __slots__ = ("_chunk", "_chunks", "_offset", "device")
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._chunks: list[torch.Tensor] = []
-        self._chunk = 0
-        self._offset = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(chunk.numel() for chunk in self._chunks)
-
-    def rewind(self) -> None:
-        """Start at the beginning: the next capture of this pool."""
-        self._chunk = self._offset = 0
-
-    def take(self, like: torch.Tensor) -> torch.Tensor:
-        """A dense buffer of the shape, dtype and (where dense) stride order of `like`; never an inference tensor."""
-        # preserve_format keeps the stride order of dense tensors and makes everything else contiguous, as eager code sees.
-        strides = torch.empty_like(like, device="meta", memory_format=torch.preserve_format).stride()
-        nbytes = like.numel() * like.element_size()
-        with torch.inference_mode(mode=False), torch.no_grad():
-            start = self._reserve(nbytes)
-            return self._chunks[self._chunk][start : start + nbytes].view(like.dtype).as_strided(like.shape, strides)
-
-    def _reserve(self, nbytes: int) -> int:
-        while self._chunk < len(self._chunks):
-            start = self._offset
-            if start + nbytes <= self._chunks[self._chunk].numel():
-                self._offset = start + math.ceil(nbytes / _ALIGNMENT) * _ALIGNMENT
-                return start
-            self._chunk += 1
-            self._offset = 0
-        size = max(_SMALLEST_CHUNK, math.ceil(nbytes / _ALIGNMENT) * _ALIGNMENT)
-        self._chunks.append(torch.empty(size, dtype=torch.uint8, device=self.device))
-        self._offset = math.ceil(nbytes / _ALIGNMENT) * _ALIGNMENT
-        return 0
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """True where the tensor lies in the arena: copying several such tensors may overwrite one before it is read."""
-        address = tensor.data_ptr()
-        return any(0 <= address - chunk.data_ptr() < chunk.numel() for chunk in self._chunks)
+__all__ = ["OutputContract", "learn"]
 
 
 class LeafKind(enum.Enum):
@@ -130,6 +73,11 @@ class OutputContract:
         bridged = [leaf for leaf in leaves if leaf.kind is LeafKind.BRIDGE]
         twins = [(leaf.path, first.setdefault(id(leaf.captured), leaf.path)) for leaf in bridged]
         self.shared = tuple((path, twin) for path, twin in twins if path != twin)
+
+    @property
+    def returns_none(self) -> bool:
+        """The break returned None: nothing to copy and nothing to compare but that."""
+        return not self.nodes and self.leaves[0].captured is None
 
     @property
     def bridge_bytes(self) -> int:
@@ -210,6 +158,9 @@ class OutputContract:
         if value.shape != expected.shape or value.dtype != expected.dtype or value.device != expected.device:
             kind = "its bridge buffer" if leaf.kind is LeafKind.BRIDGE else "the captured argument"
             hint = ' or mark the token axis with rows=("return",)' if leaf.axis is None else ""
+            if rows is not None and leaf.axis is not None:
+                kind = f"for {rows} real rows {kind}"
+                hint = f"; return the {rows} real rows only, as the rows arguments have them"
             raise CopyBackError(
                 f"{self.where} returned {_tensor(value)}{_at(leaf)}; {kind} is {_tensor(expected)}.",
                 why="The next segment reads that buffer by address, so a replay would use broadcast, cast or stale values.",
@@ -260,7 +211,7 @@ def learn(
     Raises:
         CaptureError: A leaf cannot be frozen: a tensor on another device, an object without value equality.
     """
-    storages = {tensor.untyped_storage().data_ptr() for tensor in arguments if tensor.numel()}
+    storages = {storage_address(tensor) for tensor in arguments if tensor.numel()} - {0}
     leaves: list[Leaf] = []
     bridges: dict[int, torch.Tensor] = {}
 
@@ -272,7 +223,7 @@ def learn(
         if axis is not None:
             axis = _checked_axis(value, axis, path=path, where=where)
         _refuse_tensor(value, path=path, where=where, device=arena.device)
-        if value.numel() and value.untyped_storage().data_ptr() in storages:
+        if value.numel() and storage_address(value) in storages:
             leaves.append(Leaf(path, LeafKind.IN_PLACE, borrow(value), axis))
             return value
         bridge = bridges.get(id(value))
@@ -299,6 +250,13 @@ def _checked_axis(value: torch.Tensor, axis: int, *, path: str, where: str) -> i
 
 
 def _refuse_tensor(value: torch.Tensor, *, path: str, where: str, device: torch.device) -> None:
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or (value.numel() and not storage_address(value)):
+        kind = type(value).__name__ if value.layout is torch.strided else str(value.layout)
+        raise CaptureError(
+            f"{where} returned a {kind} at '{path or 'return'}'; a plain dense tensor is needed.",
+            why="The next segment reads plain memory, so what the subclass or layout adds would be lost.",
+            fix="Return the plain tensors that it is made of.",
+        )
     if value.device != device:
         raise CaptureError(
             f"{where} returned a tensor on {value.device} at '{path or 'return'}'; the graph is on {device}.",

@@ -24,6 +24,7 @@ replaced by one of these.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 __all__ = [
@@ -42,6 +43,12 @@ __all__ = [
     "StaticInputError",
     "StreamJoinError",
 ]
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """Say where an exception of the user's code came from; one that takes no notes (a frozen class) stays as it is."""
+    with contextlib.suppress(Exception):
+        error.add_note(text)
 
 
 class BreakgraphError(Exception):

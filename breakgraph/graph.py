@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -16,11 +17,13 @@ from breakgraph.replay_context import (
     Frame,
     MarkedCall,
     ReplayContext,
+    check_live,
     check_valid_rows,
     current_frame,
     install,
 )
 from breakgraph.replay_program import BreakCall, Modes, Step, StepKind
+from breakgraph.structure import storage_address
 
 __all__ = ["BreakableCUDAGraph", "GraphStats"]
 
@@ -36,6 +39,8 @@ class GraphStats:
         bridge_bytes: Bytes of bridges it uses; graphs of one pool share them.
         held_bytes: Bytes of break inputs that the graph keeps alive (static buffers, parameters, caches).
         capture_seconds: Wall time of the capture.
+        pool_bytes: Bytes of the pool, which the graphs of a runner share.
+        executable_bytes: Device memory that the driver took for the executables, in its steps of 2 MiB.
     """
 
     segments: int
@@ -44,6 +49,11 @@ class GraphStats:
     bridge_bytes: int
     held_bytes: int
     capture_seconds: float
+    pool_bytes: int
+    executable_bytes: int
+
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class ReplayFrame(Frame):
@@ -69,9 +79,10 @@ class Program:
     modes: Modes
     frame: ReplayFrame
     capture_seconds: float
+    executable_bytes: int
 
     @classmethod
-    def seal(cls, recorder: Recorder, *, capture_seconds: float) -> Program:
+    def seal(cls, recorder: Recorder, *, capture_seconds: float, executable_bytes: int) -> Program:
         """Freeze what a recorder holds; hoisted breaks move to the front, in their own order."""
         hoisted = [step for step in recorder.steps if step.kind is StepKind.HOISTED]
         ordered = (*hoisted, *(step for step in recorder.steps if step.kind is not StepKind.HOISTED))
@@ -82,6 +93,7 @@ class Program:
             modes=recorder.modes,
             frame=ReplayFrame(recorder.replay_context),
             capture_seconds=capture_seconds,
+            executable_bytes=executable_bytes,
         )
 
 
@@ -116,7 +128,7 @@ class BreakableCUDAGraph:
     @property
     def segments(self) -> tuple[Segment, ...]:
         """Non-empty segments."""
-        return tuple(step.segment for step in self.steps if step.segment is not None)
+        return tuple(step.segment for step in self.steps if step.segment is not None and step.segment.size)
 
     @property
     def breaks(self) -> tuple[BreakCall, ...]:
@@ -155,14 +167,15 @@ class BreakableCUDAGraph:
                 why="There is nothing to run.",
                 fix="Capture it first: with BreakableCUDAGraphCapture(graph): ...",
             )
-        live = {} if live is None else live
+        check_live(live, where=self.name)
+        live = _NOTHING if live is None else live
         context = program.frame.context
         if live.keys() != program.live_names:
             self._refuse_live(live, program.live_names)
         if valid_rows is not None:
             check_valid_rows(valid_rows, padded_rows=context.padded_rows, where=self.name)
         outer = current_frame()
-        if isinstance(outer, Recorder) and outer.is_in_segment:
+        if outer is not None and outer.is_in_segment:
             raise CaptureIllegalError(
                 f"{self.name} was replayed inside a segment of a capture.",
                 why="A graph cannot hold another graph's breaks.",
@@ -176,7 +189,7 @@ class BreakableCUDAGraph:
         try:
             context.live = live
             context.valid_rows = valid_rows
-            context.scratch.clear()
+            context.next_step()
             pool.backend.replaying()
             if pool.poison:
                 pool.backend.poison()
@@ -190,30 +203,36 @@ class BreakableCUDAGraph:
                     for run in program.runs:
                         run()
         finally:
-            context.live = {}
-            context.scratch.clear()
+            context.live = _NOTHING
             install(previous)
             pool.release()
 
     def _refuse_live(self, live: Mapping[str, Any], names: frozenset[str]) -> None:
         missing, unknown = sorted(names - live.keys()), sorted(live.keys() - names)
-        fault = f"is missing {missing}" if missing else f"has unknown names {unknown}"
+        faults = ([f"is missing {missing}"] if missing else []) + ([f"has unknown names {unknown}"] if unknown else [])
+        fault = " and ".join(faults)
         raise LiveDataError(
             f"{self.name}: live data {fault}; this graph has {sorted(names) or 'none'}.",
             why="A break would see the step of the capture, or data that you meant for one would reach none.",
-            fix="Pass replay(live={...}) with exactly these names, or declare the name in @eager_on_graph(live=...).",
+            fix="Pass live={...} with exactly these names, or declare the name in @eager_on_graph(live=...).",
         )
 
     def reset(self) -> None:
-        """Give segments and held tensors back; the graph can be captured again. Cost: a host sync."""
-        program, self._program = self._program, None
-        if program is None or self._pool is None:
+        """Give segments and held tensors back; the graph can be captured again. Cost: a host sync.
+
+        Raises:
+            ConcurrentReplayError: A replay or capture of the pool is running, in another thread or around this call.
+        """
+        if self._program is None or self._pool is None:
             return
-        # The driver would let a running executable finish, but its bridges and pool blocks could be given away.
-        self._pool.backend.synchronize()
-        for step in program.steps:
-            if step.segment is not None:
-                step.segment.reset()
+        with self._pool.used_by(f"a reset of {self.name}"):
+            program, self._program = self._program, None
+            # The driver would let a running executable finish, but its bridges and blocks could be given away.
+            self._pool.backend.synchronize()
+            for step in program.steps:
+                if step.segment is not None:
+                    step.segment.reset()
+            self._pool.backend.release()
 
     def stats(self) -> GraphStats:
         """Counts and bytes."""
@@ -221,8 +240,8 @@ class BreakableCUDAGraph:
         for call in self.breaks:
             for value in (*call.bound.args, *call.bound.kwargs.values()):
                 if isinstance(value, torch.Tensor) and self._pool and not self._pool.backend.made_by_a_segment(value):
-                    storage = value.untyped_storage()
-                    held[storage.data_ptr()] = storage.nbytes()
+                    address = storage_address(value)
+                    held[address] = value.untyped_storage().nbytes() if address else 0
         return GraphStats(
             segments=len(self.segments),
             breaks=len(self.breaks),
@@ -230,10 +249,16 @@ class BreakableCUDAGraph:
             bridge_bytes=sum(call.contract.bridge_bytes for call in self.breaks),
             held_bytes=sum(held.values()),
             capture_seconds=0.0 if self._program is None else self._program.capture_seconds,
+            pool_bytes=0 if self._pool is None else self._pool.backend.pool_bytes(),
+            executable_bytes=0 if self._program is None else self._program.executable_bytes,
         )
 
-    def explain(self) -> str:
-        """A table of the steps: kind, name, live data, rows, copy-back, and the line where the capture met each."""
+    def explain(self, *, small: int = 4) -> str:
+        """A table of the steps: kind, name, live data, copy-back, streams, and the line where the capture met each.
+
+        Args:
+            small: Segments with fewer kernels are marked: a launch of their own costs more than it saves.
+        """
         if self._program is None:
             return f"{self.name}: nothing captured"
         stats, padded = self.stats(), self._program.frame.context.padded_rows
@@ -243,7 +268,10 @@ class BreakableCUDAGraph:
         ]
         for index, step in enumerate(self._program.steps):
             detail = "" if step.call is None else _describe_call(step.call)
+            if step.segment is not None and 0 < step.segment.size < small:
+                detail = " [small]"
             lines.append(f"  {index:3d}  {step.kind.value:13s}  {step.name}{detail}  ({step.line})")
+            lines.extend(f"       {'':13s}  {note}" for note in (() if step.segment is None else step.segment.notes))
         return "\n".join(lines)
 
     def publish(self, program: Program, *, pool: GraphPool) -> None:

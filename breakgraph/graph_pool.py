@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from breakgraph.backends import Backend, make_backend
-from breakgraph.copy_back import BridgeArena
+from breakgraph.bridge_arena import BridgeArena
 from breakgraph.errors import ConcurrentReplayError
 
 __all__ = ["GraphPool"]

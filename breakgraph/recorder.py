@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,11 +12,11 @@ from breakgraph.bound_call import BoundCall
 from breakgraph.break_function import BreakSpec
 from breakgraph.call_site import user_line
 from breakgraph.copy_back import learn
-from breakgraph.errors import CaptureError, CaptureIllegalError, InternalError, LiveDataError
+from breakgraph.errors import CaptureError, CaptureIllegalError, InternalError, LiveDataError, add_note
 from breakgraph.graph_pool import GraphPool
 from breakgraph.replay_context import Frame, MarkedCall, Phase, ReplayContext
 from breakgraph.replay_program import BreakCall, Modes, Step, StepKind, borrow_arguments
-from breakgraph.structure import flatten, map_leaves
+from breakgraph.structure import flatten, map_leaves, same_containers, snapshot, storage_address
 
 __all__ = ["Recorder", "State"]
 
@@ -69,7 +69,7 @@ class Recorder(Frame):
         self._pool = pool
         self._barrier = barrier
         self._segment_line = ""
-        self._hoisted_addresses: set[int] = set()
+        self._hoisted: list[tuple[int, int]] = []
 
     @property
     def is_in_segment(self) -> bool:
@@ -82,6 +82,7 @@ class Recorder(Frame):
         """Idle or break -> segment."""
         self._move(State.SEGMENT)
         self._segment_line = user_line()
+        _forget_casts()
         self._pool.backend.begin()
 
     def seal(self) -> None:
@@ -103,6 +104,7 @@ class Recorder(Frame):
             if step.segment is not None:
                 step.segment.reset()
         self.steps.clear()
+        self._pool.backend.release()
 
     def _move(self, to: State) -> None:
         if to not in _MOVES[self.state]:
@@ -113,7 +115,7 @@ class Recorder(Frame):
         segment = self._pool.backend.end()
         if segment is not None:
             step = Step(
-                StepKind.SEGMENT, segment.describe(), line=self._segment_line, run=segment.launch, segment=segment
+                StepKind.SEGMENT, segment.describe(), line=self._segment_line, run=segment.bound(), segment=segment
             )
             self.steps.append(step)
 
@@ -146,7 +148,7 @@ class Recorder(Frame):
             model_value = self._run_break(call, args, kwargs, where=where, line=line)
         except BaseException as error:
             self._move(State.FAILED)
-            error.add_note(f"raised at capture in {where}, called at {line}")
+            add_note(error, f"raised at capture in {where}, called at {line}")
             raise
         self.begin_segment()
         return model_value
@@ -158,24 +160,39 @@ class Recorder(Frame):
             self._barrier()
         bound = spec.bind(args, kwargs)
         self._bind_live(spec, bound, where=where)
-        leaves, _ = flatten((bound.args, bound.kwargs))
+        leaves = _argument_leaves(bound, where=where)
         tensors = [leaf for _, leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._refuse_grad(tensors, where=where)
+        _refuse_iterators([leaf for _, leaf in leaves], where=where)
         if spec.hoist:
             self._refuse_unhoistable(tensors, where=where)
         function = spec.capture_stub or spec.function
-        result = function(*bound.args, **bound.kwargs)
         backend = self._pool.backend
+        # The model may go on to append to a list that it passed: a replay hands over what the call received.
+        kept = BoundCall(snapshot(bound.args), snapshot(bound.kwargs), places=bound.places)
+        _forget_casts()
+        backend.begin_break()
+        result = function(*bound.args, **bound.kwargs)
+        join = backend.end_break()
+        _refuse_changed_containers(kept, bound, where=where)
+        live_tensors = {id(bound[parameter]) for parameter in spec.live}
+        # At a replay no frame of the model is on the stack, so messages of the contract carry the line of the call.
         contract, model_value = learn(
-            result, spec=spec, where=where, arguments=tensors, arena=self._pool.arena, borrow=backend.borrow
+            result,
+            spec=spec,
+            where=f"{where}, called at {line},",
+            # Live data is another object at each replay, so a result that shares it cannot stay in place.
+            arguments=[tensor for tensor in tensors if id(tensor) not in live_tensors],
+            arena=self._pool.arena,
+            borrow=backend.borrow,
         )
         borrowed = BoundCall(
-            [map_leaves(value, lambda _, leaf: borrow_arguments(leaf, backend.borrow)) for value in bound.args],
+            [map_leaves(value, lambda _, leaf: borrow_arguments(leaf, backend.borrow)) for value in kept.args],
             {
                 name: map_leaves(value, lambda _, leaf: borrow_arguments(leaf, backend.borrow))
-                for name, value in bound.kwargs.items()
+                for name, value in kept.kwargs.items()
             },
-            places=bound.places,
+            places=kept.places,
         )
         modes = Modes.current()
         break_call = BreakCall(
@@ -185,14 +202,14 @@ class Recorder(Frame):
             context=self.replay_context,
             where=where,
             modes=None if modes == self.modes else modes,
+            join=join,
         )
         self._agree_on_rows(break_call)
         if spec.hoist:
-            self._hoisted_addresses.update(
-                t.data_ptr() for _, t in flatten(model_value)[0] if isinstance(t, torch.Tensor)
-            )
+            made = [leaf for _, leaf in flatten(model_value)[0] if isinstance(leaf, torch.Tensor)]
+            self._hoisted.extend((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in made)
         kind = StepKind.HOISTED if spec.hoist else StepKind.BREAK
-        self.steps.append(Step(kind, spec.name, line=line, run=break_call.run, call=break_call))
+        self.steps.append(Step(kind, spec.name, line=line, run=break_call.bound_run(), call=break_call))
         return model_value
 
     def _bind_live(self, spec: BreakSpec, bound: BoundCall, *, where: str) -> None:
@@ -225,11 +242,13 @@ class Recorder(Frame):
 
     def _refuse_unhoistable(self, tensors: list[torch.Tensor], *, where: str) -> None:
         for tensor in tensors:
-            in_arena = self._pool.arena.holds(tensor) and tensor.data_ptr() not in self._hoisted_addresses
-            if in_arena or self._pool.backend.made_by_a_segment(tensor):
-                origin = "an ordinary break" if in_arena else "a segment"
+            address, backend = tensor.data_ptr() if storage_address(tensor) else 0, self._pool.backend
+            hoisted = any(start <= address < end for start, end in self._hoisted)
+            in_arena = bool(address) and self._pool.arena.holds(tensor) and not hoisted
+            if in_arena or backend.made_by_a_segment(tensor) or backend.written_by_a_segment(tensor):
+                origin = "made by an ordinary break" if in_arena else "made or written by a segment"
                 raise CaptureError(
-                    f"{where} is hoisted and received a tensor of shape {tuple(tensor.shape)} made by {origin}.",
+                    f"{where} is hoisted and received a tensor of shape {tuple(tensor.shape)} {origin}.",
                     why="At a replay it runs before the first segment, so it would read the last step's numbers.",
                     fix="Give it static buffers and live data only, or take hoist=True off.",
                 )
@@ -249,3 +268,45 @@ class Recorder(Frame):
                 why="valid_rows cuts all of them alike, so one graph has one token axis.",
                 fix="Leave other axes off rows=, or name the token axis of each with rows={'parameter': axis}.",
             )
+
+
+def _forget_casts() -> None:
+    """Autocast's cache must not carry a cast across a boundary, nor out of the capture.
+
+    A replay would not make the cast anew where the capture found it in the cache; and code of the model may have switched
+    the cache on again.
+    """
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+
+
+def _argument_leaves(bound: BoundCall, *, where: str) -> list[tuple[str, Any]]:
+    try:
+        leaves, _ = flatten((bound.args, bound.kwargs))
+    except RecursionError:
+        raise CaptureError(
+            f"{where} received an argument that contains itself.",
+            why="Its tensors are looked up at capture, and there would be no end to it.",
+            fix="Pass what the break needs, or keep the object on `self`.",
+        ) from None
+    return leaves
+
+
+def _refuse_iterators(leaves: list[Any], *, where: str) -> None:
+    for leaf in leaves:
+        if isinstance(leaf, Iterator):
+            raise CaptureError(
+                f"{where} received a {type(leaf).__name__}, an iterator.",
+                why="It is exhausted after the capture, so every replay would find nothing in it.",
+                fix="Pass a tuple or a list.",
+            )
+
+
+def _refuse_changed_containers(kept: BoundCall, bound: BoundCall, *, where: str) -> None:
+    if not (same_containers(kept.args, bound.args) and same_containers(kept.kwargs, bound.kwargs)):
+        raise CaptureError(
+            f"{where} changed a list or dict that it received.",
+            why="The model's code that reads the container is not run at a replay, and the next replay would start from the "
+            "changed one.",
+            fix="Return the values, or hand them to later breaks in current_replay().scratch.",
+        )

@@ -10,14 +10,16 @@ from __future__ import annotations
 import abc
 import enum
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from breakgraph.errors import LiveDataError
+from breakgraph.errors import CaptureIllegalError, LiveDataError
 
 __all__ = ["Frame", "MarkedCall", "Phase", "ReplayContext", "current_frame", "current_replay", "eager_step", "install"]
+
+T = TypeVar("T")
 
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 
@@ -39,9 +41,10 @@ class ReplayContext:
         padded_rows: Rows that the segments work on (the captured length of the token axis); None when unknown.
         phase: Capture, replay or eager step.
         scratch: A dict for values that one break hands to a later break of the same step; emptied at each step.
+        token: Another number at each step: tells two steps apart.
     """
 
-    __slots__ = ("live", "padded_rows", "phase", "scratch", "valid_rows")
+    __slots__ = ("_once", "live", "padded_rows", "phase", "scratch", "token", "valid_rows")
 
     def __init__(self, *, phase: Phase, live: Mapping[str, Any] = _EMPTY, padded_rows: int | None = None) -> None:
         self.phase = phase
@@ -49,6 +52,26 @@ class ReplayContext:
         self.valid_rows: int | None = None
         self.padded_rows = padded_rows
         self.scratch: dict[str, Any] = {}
+        self.token = 0
+        self._once: dict[Hashable, Any] = {}
+
+    def next_step(self) -> None:
+        """A step begins: empty what belongs to the last one."""
+        self.token += 1
+        self.scratch.clear()
+        self._once.clear()
+
+    def once_per_replay(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make()` returns, called by the first break of a step that asks and kept for the others.
+
+        Args:
+            key: Names the value within the step.
+            make: Makes it; host work that every layer would otherwise repeat.
+        """
+        if key not in self._once:
+            self._once[key] = make()
+        value: T = self._once[key]
+        return value
 
     def __repr__(self) -> str:
         return (
@@ -73,6 +96,11 @@ class Frame(abc.ABC):
     """What the marked functions of one thread report to while a step runs."""
 
     context: ReplayContext
+
+    @property
+    def is_in_segment(self) -> bool:
+        """True while device work of this thread is being recorded."""
+        return False
 
     @abc.abstractmethod
     def on_marked_call(self, call: MarkedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -159,6 +187,14 @@ def eager_step(
         LiveDataError: `valid_rows` is negative or above `padded_rows`.
     """
     check_valid_rows(valid_rows, padded_rows=padded_rows, where="eager_step")
+    check_live(live, where="eager_step")
+    outer = current_frame()
+    if outer is not None and outer.is_in_segment:
+        raise CaptureIllegalError(
+            "eager_step() was entered inside a segment of a capture.",
+            why="Its breaks would be recorded into the segment, with the live data of the capture for ever.",
+            fix="Enter it outside the capture, or inside a function marked with @eager_on_graph.",
+        )
     context = ReplayContext(phase=Phase.EAGER, live=dict(live or {}), padded_rows=padded_rows)
     context.valid_rows = valid_rows
     previous = install(_EagerFrame(context))
@@ -172,9 +208,21 @@ def check_valid_rows(valid_rows: int | None, *, padded_rows: int | None, where: 
     """Refuse a row count that no captured buffer has room for."""
     if valid_rows is None:
         return
-    if valid_rows < 0 or (padded_rows is not None and valid_rows > padded_rows):
+    whole = isinstance(valid_rows, int) and not isinstance(valid_rows, bool)
+    if not whole or valid_rows < 0 or (padded_rows is not None and valid_rows > padded_rows):
+        most = "" if padded_rows is None else f" and {padded_rows}, the captured rows"
         raise LiveDataError(
-            f"{where}: valid_rows is {valid_rows}; it must lie between 0 and {padded_rows}, the captured rows.",
+            f"{where}: valid_rows is {valid_rows!r}; it must be an integer of at least 0{most}.",
             why="Rows above the captured length have no place in the static buffers, so they would be lost.",
             fix="Use a graph of a larger bucket, or run this step eagerly.",
+        )
+
+
+def check_live(live: object, *, where: str) -> None:
+    """Refuse live data that is no mapping from names."""
+    if live is not None and not isinstance(live, Mapping):
+        raise LiveDataError(
+            f"{where}: live is a {type(live).__name__}; expected a mapping from names to values.",
+            why="Breaks ask for live data by name.",
+            fix="Pass live={'metadata': metadata}.",
         )

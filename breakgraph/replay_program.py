@@ -14,6 +14,7 @@ from breakgraph.backends import Segment
 from breakgraph.bound_call import BoundCall, RowViews
 from breakgraph.break_function import BreakSpec, live_value
 from breakgraph.copy_back import OutputContract
+from breakgraph.errors import add_note
 from breakgraph.replay_context import ReplayContext
 
 __all__ = ["BreakCall", "Modes", "Step", "StepKind"]
@@ -36,6 +37,7 @@ class Modes:
     @classmethod
     def current(cls) -> Modes:
         """The modes of this thread now."""
+        # in_force() below asks the same questions without making an object.
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
@@ -43,8 +45,15 @@ class Modes:
         )
 
     def in_force(self) -> bool:
-        """True where the thread is in these modes already. Cost: about a microsecond."""
-        return Modes.current() == self
+        """True where the thread is in these modes already. Cost: half a microsecond."""
+        if torch.is_grad_enabled() is not self.grad or torch.is_inference_mode_enabled() is not self.inference:
+            return False
+        for device_type, (enabled, dtype) in zip(_DEVICE_TYPES, self.autocast, strict=True):
+            if torch.is_autocast_enabled(device_type) is not enabled:
+                return False
+            if enabled and torch.get_autocast_dtype(device_type) is not dtype:
+                return False
+        return True
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -69,9 +78,22 @@ class BreakCall:
         context: The graph's context, filled anew for every replay.
         where: Name and step, for messages.
         modes: Modes in force when it was captured, where they differ from those of the capture; else None.
+        join: Joins the side streams that it used at capture, run after it at every replay; None where it used none.
     """
 
-    __slots__ = ("_row_names", "_views", "_writes", "bound", "context", "contract", "modes", "rows", "spec", "where")
+    __slots__ = (
+        "_row_names",
+        "_views",
+        "_writes",
+        "bound",
+        "context",
+        "contract",
+        "join",
+        "modes",
+        "rows",
+        "spec",
+        "where",
+    )
 
     def __init__(
         self,
@@ -82,6 +104,7 @@ class BreakCall:
         context: ReplayContext,
         where: str,
         modes: Modes | None,
+        join: Callable[[], None] | None = None,
     ) -> None:
         self.spec = spec
         self.bound = bound
@@ -89,12 +112,38 @@ class BreakCall:
         self.context = context
         self.where = where
         self.modes = modes
+        self.join = join
         row_arguments = spec.row_arguments(bound)
         self._row_names = tuple(row_arguments)
         self._views = RowViews(tuple(row_arguments.values()))
         self._writes = RowViews(tuple(row_arguments[name] for name in spec.writes if name in row_arguments))
         lengths = {tensor.shape[axis] for tensor, axis in row_arguments.values()} | contract.row_lengths
         self.rows: int | None = max(lengths, default=None)
+
+    def bound_run(self) -> Callable[[], None]:
+        """What a replay calls: `run`, or for the plainest of breaks a function that has nothing to look up."""
+        spec, bound = self.spec, self.bound
+        if (
+            spec.live
+            or self.rows is not None
+            or self.modes
+            or self.join
+            or bound.kwargs
+            or not self.contract.returns_none
+        ):
+            return self.run
+        function, args, contract, where = spec.function, tuple(bound.args), self.contract, self.where
+
+        def run() -> None:
+            try:
+                result = function(*args)
+            except BaseException as error:
+                add_note(error, f"raised at replay in {where}")
+                raise
+            if result is not None:
+                contract.copy_back(result, rows=None)
+
+        return run
 
     def run(self) -> None:
         """Call the function with this replay's live data and rows, and copy its result back.
@@ -125,8 +174,10 @@ class BreakCall:
         try:
             result = self.spec.function(*bound.args, **bound.kwargs)
         except BaseException as error:
-            error.add_note(f"raised at replay in {self.where}")
+            add_note(error, f"raised at replay in {self.where}")
             raise
+        if self.join is not None:
+            self.join()
         if valid is not None:
             self._writes.zero_tails(valid)
         self.contract.copy_back(result, rows=valid)

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import attrs
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["flatten", "map_leaves"]
+__all__ = ["flatten", "map_leaves", "same_containers", "snapshot", "storage_address"]
 
 T = TypeVar("T")
 
+_UNSET = object()
 _PLAIN = (torch.Tensor, int, float, bool, str, bytes, type(None))
 
 
@@ -72,7 +73,7 @@ def _children(value: Any) -> list[tuple[str, Any]] | None:
     if kind is tuple or kind is list:
         return [(f"[{index}]", child) for index, child in enumerate(value)]
     if kind is dict:
-        return [(f"[{key!r}]", child) for key, child in value.items()]
+        return list(zip(_keys(value, len(value)), value.values(), strict=True))
     if _is_named_tuple(value):
         return [(f".{name}", child) for name, child in zip(value._fields, value, strict=True)]
     # The registry, not `tree_flatten`: its recursion leaves a reference cycle that holds the tensors, and with garbage
@@ -82,7 +83,7 @@ def _children(value: Any) -> list[tuple[str, Any]] | None:
         children, _ = node.flatten_fn(value)
         return list(zip(_keys(value, len(children)), children, strict=True))
     fields = _fields(value)
-    return None if fields is None else [(f".{name}", getattr(value, name)) for name in fields]
+    return None if fields is None else [(f".{name}", child) for name, child in fields]
 
 
 def _rebuilt(value: Any, children: list[Any], *, keys: list[str]) -> Any:
@@ -108,17 +109,52 @@ def _is_named_tuple(value: Any) -> bool:
     return isinstance(value, tuple) and isinstance(getattr(type(value), "_fields", None), tuple)
 
 
-def _fields(value: Any) -> list[str] | None:
+def _fields(value: Any) -> list[tuple[str, Any]] | None:
     if isinstance(value, type):
         return None
     if attrs.has(type(value)):
-        return [field.name for field in attrs.fields(type(value))]
-    if dataclasses.is_dataclass(value):
-        return [field.name for field in dataclasses.fields(value)]
-    return None
+        names = [field.name for field in attrs.fields(type(value))]
+    elif dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+    else:
+        return None
+    found = [(name, getattr(value, name, _UNSET)) for name in names]
+    return [(name, child) for name, child in found if child is not _UNSET]  # a field may not be set yet
 
 
-def _keys(value: Any, count: int) -> Iterator[str]:
-    if isinstance(value, dict):
-        return (f"[{key!r}]" for key in value)
-    return (f"[{index}]" for index in range(count))
+def _keys(value: Any, count: int) -> list[str]:
+    if not isinstance(value, dict):
+        return [f"[{index}]" for index in range(count)]
+    keys = [f"[{key!r}]" for key in value]
+    if len(set(keys)) < len(keys):  # two keys of one repr are still two leaves
+        return [f"{key}#{index}" for index, key in enumerate(keys)]
+    return keys
+
+
+def snapshot(value: Any) -> Any:
+    """Copies of all lists, dicts and tuples of a nesting; leaves and other objects are the same objects."""
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return kind(snapshot(child) for child in value)
+    if kind is dict:
+        return {key: snapshot(child) for key, child in value.items()}
+    return kind._make(snapshot(child) for child in value) if _is_named_tuple(value) else value
+
+
+def same_containers(value: Any, other: Any) -> bool:
+    """True where two nestings of lists, dicts and tuples hold the very same leaves."""
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, list | tuple):
+        return len(value) == len(other) and all(map(same_containers, value, other))
+    if type(value) is dict:
+        return value.keys() == other.keys() and all(same_containers(value[key], other[key]) for key in value)
+    return value is other
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Address of a tensor's storage; 0 where it has no storage of its own (sparse, batched, a wrapper subclass)."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0

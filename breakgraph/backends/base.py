@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
 import torch
@@ -15,8 +15,11 @@ class Segment(abc.ABC):
     """One recorded piece of device work; final classes belong to the backends."""
 
     @abc.abstractmethod
-    def launch(self) -> None:
-        """Run the recorded work again, on the stream of the replay. No host sync."""
+    def bound(self) -> Callable[[], None]:
+        """A function that runs the recorded work again, on the stream of the replay. No host sync.
+
+        Made once, when the graph is sealed, so that a replay looks nothing up.
+        """
 
     @abc.abstractmethod
     def reset(self) -> None:
@@ -25,6 +28,16 @@ class Segment(abc.ABC):
     @abc.abstractmethod
     def describe(self) -> str:
         """What it holds, in a few words, for `explain()`."""
+
+    @property
+    @abc.abstractmethod
+    def size(self) -> int:
+        """Count of kernels or operators; a very small one is not worth a launch of its own."""
+
+    @property
+    @abc.abstractmethod
+    def notes(self) -> tuple[str, ...]:
+        """Forks, joins and waits around it, each with the line that asked for it."""
 
 
 class Backend(abc.ABC):
@@ -54,8 +67,20 @@ class Backend(abc.ABC):
         """End the segment and see to it that its work has run exactly once; None where it held no device work."""
 
     @abc.abstractmethod
+    def begin_break(self) -> None:
+        """A break begins; its segment has ended and run."""
+
+    @abc.abstractmethod
+    def end_break(self) -> Callable[[], None] | None:
+        """The break has ended: join the side streams it used. Returns what does the same at a replay, or None."""
+
+    @abc.abstractmethod
     def abort(self) -> None:
         """End a segment whose body raised, keep nothing of it. Raises nothing."""
+
+    @abc.abstractmethod
+    def release(self) -> None:
+        """Give the pool's memory back where no segment lives in it any more; called after segments were reset."""
 
     @abc.abstractmethod
     def replaying(self) -> None:
@@ -64,6 +89,10 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def made_by_a_segment(self, tensor: torch.Tensor) -> bool:
         """True where the tensor's memory belongs to the pool that segments allocate from."""
+
+    @abc.abstractmethod
+    def written_by_a_segment(self, tensor: torch.Tensor) -> bool:
+        """True where a segment of the running capture is known to have written the tensor's memory."""
 
     @abc.abstractmethod
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -80,3 +109,7 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def pool_bytes(self) -> int:
         """Bytes of memory that recorded segments keep."""
+
+    @abc.abstractmethod
+    def free_bytes(self) -> int:
+        """Bytes that the device has free outside this process's allocator; 0 where nothing can tell."""

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import attrs
 import torch
@@ -22,8 +23,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from breakgraph.backends.base import Backend, Segment
+from breakgraph.backends.emulated_rules import declare_pure, illegal
 from breakgraph.call_site import user_line
 from breakgraph.errors import CaptureIllegalError
+from breakgraph.structure import storage_address
 
 __all__ = ["EmulatedBackend", "EmulatedSegment", "declare_pure"]
 
@@ -36,21 +39,13 @@ _SYNC_METHODS: dict[Any, str] = {
     torch.Tensor.numpy: "Tensor.numpy()",
     torch.Tensor.__array__: "numpy's conversion of a tensor",
     torch.Tensor.cpu: "Tensor.cpu()",
+    torch.Tensor.__repr__: "the printing of a tensor",
+    torch.Tensor.__format__: "the formatting of a tensor",
+    torch.Tensor.apply_: "Tensor.apply_()",
+    torch.Tensor.map_: "Tensor.map_()",
+    torch.tensor: "torch.tensor(...) from host data",
+    torch.frombuffer: "torch.frombuffer(...) from host data",
 }
-_PYTHON_KEYS = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd", "AutogradCPU", "Autograd")
-_pure: set[str] = set()
-
-
-def declare_pure(operator: Callable[..., Any]) -> None:
-    """Say that a custom operator written in Python has no effect but its result, so that it may run at a replay.
-
-    Args:
-        operator: What `torch.library.custom_op` returned, or an overload such as `torch.ops.mylib.f.default`.
-    """
-    name = (
-        operator._name if isinstance(operator, torch._ops.OpOverload) else str(getattr(operator, "_qualname", operator))
-    )
-    _pure.add(name.split(".")[0])
 
 
 @attrs.frozen(eq=False, slots=True)
@@ -75,10 +70,14 @@ class EmulatedSegment(Segment):
     def __init__(self, operators: list[Operator], *, made: list[torch.Tensor], backend: EmulatedBackend) -> None:
         self.operators = operators
         self.made = made
+        self.addresses = {storage_address(tensor) for tensor in made}
         self._backend = backend
 
-    def launch(self) -> None:
-        """Run the operators on the captured tensors; they read and write the captured storage."""
+    def bound(self) -> Callable[[], None]:
+        """Runs the operators on the captured tensors; they read and write the captured storage."""
+        return self._launch
+
+    def _launch(self) -> None:
         # What was recorded lies below autograd and autocast, so neither may act again. Inference mode also
         # lets results go into tensors that were made in it; it never changes a tensor that was not.
         if torch.is_autocast_enabled("cpu"):
@@ -105,18 +104,38 @@ class EmulatedSegment(Segment):
         self._backend.forget(self)
         self.operators = []
         self.made = []
+        self.addresses = set()
 
     def describe(self) -> str:
         """The count of operators."""
         return f"{len(self.operators)} operators"
 
+    @property
+    def size(self) -> int:
+        """The count of operators."""
+        return len(self.operators)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Nothing: a CPU has one stream."""
+        return ()
+
+
+@attrs.define(eq=False)
 class _Recording:
-    __slots__ = ("made", "operators")
+    """A segment in the making.
 
-    def __init__(self, made: list[torch.Tensor]) -> None:
-        self.operators: list[Operator] = []
-        self.made = made
+    Attributes:
+        made: Tensors that it allocated.
+        addresses: Their storages.
+        operators: What ran.
+        refused: What it was refused, in case the model swallows the error: the driver would not forget it either.
+    """
+
+    made: list[torch.Tensor]
+    addresses: set[int]
+    operators: list[Operator] = attrs.field(factory=list)
+    refused: CaptureIllegalError | None = None
 
 
 class EmulatedBackend(Backend):
@@ -128,8 +147,8 @@ class EmulatedBackend(Backend):
         self.device = torch.device("cpu")
         self._recording: _Recording | None = None
         self._carried: list[torch.Tensor] = []
-        self._storages: set[int] = set()
-        self._segments: list[EmulatedSegment] = []
+        self._written: set[int] = set()
+        self._segments: weakref.WeakSet[EmulatedSegment] = weakref.WeakSet()
 
     @contextlib.contextmanager
     def on_capture_stream(self) -> Iterator[None]:
@@ -142,12 +161,13 @@ class EmulatedBackend(Backend):
 
         Popping them around each break was rejected: a model may have pushed modes of its own above them.
         """
+        self._carried, self._written = [], set()
         with _uncompiled(), _RefuseSyncs(self), _RecordOperators(self):
             yield
 
     def begin(self) -> None:
         """Begin to record."""
-        self._recording = _Recording(self._carried)
+        self._recording = _Recording(self._carried, {storage_address(tensor) for tensor in self._carried})
         self._carried = []
 
     def end(self) -> EmulatedSegment | None:
@@ -155,39 +175,56 @@ class EmulatedBackend(Backend):
         recording, self._recording = self._recording, None
         if recording is None:
             return None
+        if recording.refused is not None:
+            raise recording.refused
         if not recording.operators:
             # Allocations alone launch nothing, but a later segment may write and read them.
             self._carried = recording.made
             return None
         segment = EmulatedSegment(recording.operators, made=recording.made, backend=self)
-        self._segments.append(segment)
+        self._segments.add(segment)
         return segment
 
     def abort(self) -> None:
         """Drop what was recorded."""
-        recording, self._recording = self._recording, None
-        self._forget_storages(self._carried if recording is None else recording.made)
+        self._recording = None
         self._carried = []
+
+    def begin_break(self) -> None:
+        """Nothing to watch on one stream."""
+
+    def end_break(self) -> None:
+        """Nothing to join on one stream."""
+        return
 
     def forget(self, segment: EmulatedSegment) -> None:
         """Take a segment that is being reset out of the pool."""
-        self._segments = [other for other in self._segments if other is not segment]
-        self._forget_storages(segment.made)
+        self._segments.discard(segment)
 
-    def _forget_storages(self, made: list[torch.Tensor]) -> None:
-        # By address: once the tensors are gone the allocator may hand the same address to anybody.
-        self._storages.difference_update(tensor.untyped_storage().data_ptr() for tensor in made)
+    def release(self) -> None:
+        """Nothing is kept: a segment's tensors went with it."""
 
     def replaying(self) -> None:
         """Nothing to order on one stream."""
 
     def made_by_a_segment(self, tensor: torch.Tensor) -> bool:
         """True where a segment allocated the tensor's storage."""
-        return tensor.untyped_storage().data_ptr() in self._storages and tensor.numel() > 0
+        address = storage_address(tensor)
+        if not tensor.numel() or not address:
+            return False
+        if self._recording is not None and address in self._recording.addresses:
+            return True
+        if any(address == storage_address(carried) for carried in self._carried):
+            return True
+        return any(address in segment.addresses for segment in self._segments)
+
+    def written_by_a_segment(self, tensor: torch.Tensor) -> bool:
+        """True where an operator of the running capture wrote the tensor's storage."""
+        return storage_address(tensor) in self._written
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor: recorded operators keep it alive in any case."""
-        return tensor
+        """Another tensor on the same memory where a segment made it, so that `y.t_()` later does not change it."""
+        return _aliases(tensor) if self.made_by_a_segment(tensor) else tensor
 
     def synchronize(self) -> None:
         """Nothing runs behind the caller's back on a CPU."""
@@ -208,7 +245,24 @@ class EmulatedBackend(Backend):
         """Bytes of every intermediate that recorded segments keep."""
         return sum(t.numel() * t.element_size() for segment in self._segments for t in segment.made)
 
+    def free_bytes(self) -> int:
+        """A CPU has no memory of its own to watch."""
+        return 0
+
     # Called by the modes below.
+
+    def refuse(self, what: str, *, why: str = "") -> NoReturn:
+        """Refuse something in a segment, and remember it: the capture fails even where the model swallows the error."""
+        error = CaptureIllegalError(
+            f"A segment used {what} at {user_line()}.",
+            why=why
+            or "A device graph cannot hold it: it makes the host wait for the device, or a shape depend on data; a replay "
+            "would use the captured value for ever.",
+            fix="Mark the function that does it with @eager_on_graph, or compute it on the device or before the capture.",
+        )
+        if self._recording is not None:
+            self._recording.refused = error
+        raise error
 
     @property
     def is_recording(self) -> bool:
@@ -220,19 +274,23 @@ class EmulatedBackend(Backend):
         recording = self._recording
         if recording is None:
             return function(*args, **kwargs)
-        _refuse_illegal(function, args, kwargs)
-        inputs = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs)) if t.numel()}
+        refusal = illegal(function, args, kwargs)
+        if refusal is not None:
+            self.refuse(refusal[0], why=refusal[1])
+        inputs = {storage_address(t) for t in _tensors((args, kwargs)) if t.numel()}
         result = function(*args, **kwargs)
         outputs = _tensors(result)
         # Aliases, since an address is what is baked in: `weight.data = other` changes the caller's tensor only.
         fresh = tuple(
             (index, _aliases(tensor))
             for index, tensor in enumerate(outputs)
-            if tensor.numel() and tensor.untyped_storage().data_ptr() not in inputs
+            if tensor.numel() and storage_address(tensor) not in inputs
         )
         for _, tensor in fresh:
             recording.made.append(tensor)
-            self._storages.add(tensor.untyped_storage().data_ptr())
+            recording.addresses.add(storage_address(tensor))
+        if function._schema.is_mutable:
+            self._written.update(inputs)
         if function.overloadpacket in _UNINITIALISED or torch.Tag.inplace_view in function.tags:
             return result  # no kernel: memory without values, or a change of shape and strides
         if fresh or function._schema.is_mutable:
@@ -251,6 +309,11 @@ class _RecordOperators(TorchDispatchMode):
         kwargs = kwargs or {}
         if not self._backend.is_recording:
             return func(*args, **kwargs)
+        if types:
+            self._backend.refuse(
+                f"a {types[0].__name__}, a tensor subclass with operators of its own,",
+                why="Its Python would not be replayed.",
+            )
         # In inference mode composites arrive whole and would hide the syncs inside them.
         if _is_composite(func):
             with self:
@@ -271,15 +334,13 @@ class _RefuseSyncs(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._backend.is_recording:
             if func in _SYNC_METHODS:
-                _refuse(_SYNC_METHODS[func])
-            if func is torch.tensor:
-                _refuse("torch.tensor(...) from host data")
+                self._backend.refuse(_SYNC_METHODS[func])
             # A device object may be the tensor's own (`y.to(x.device)`), which is no transfer on a GPU either.
             if func is torch.Tensor.to and "cpu" in (
                 *[a for a in args[1:] if isinstance(a, str)],
                 kwargs.get("device"),
             ):
-                _refuse("Tensor.to('cpu')")
+                self._backend.refuse("Tensor.to('cpu')")
         return func(*args, **kwargs)
 
 
@@ -320,46 +381,3 @@ def _aliases(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _aliases(item) for key, item in value.items()}
     return value
-
-
-def _refuse_illegal(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    packet = function.overloadpacket
-    if packet in (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_):
-        masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
-        # One value under a mask is a masked fill, which needs no sync.
-        if masks and (packet is _aten.index or args[2].numel() != 1):
-            _refuse("indexing with a boolean mask")
-        return
-    # A scalar is lifted by torch itself, for `x[mask] = 0.0`, and goes into a kernel's arguments on a GPU.
-    if packet is _aten.lift_fresh and args[0].dim():
-        _refuse("torch.tensor(...) from host data")
-    if packet is _aten.repeat_interleave and kwargs.get("output_size") is not None:
-        return
-    tags = function.tags
-    if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
-        name = {"_local_scalar_dense": "a host read of a tensor: item(), int(), float(), bool() or `if tensor:`"}
-        _refuse(name.get(packet.__name__, f"{packet.__name__}, whose result depends on the data,"))
-    if function.namespace not in ("aten", "prims", "prim") and _is_python_operator(function):
-        qualified = f"{function.namespace}::{packet.__name__}"
-        if qualified not in _pure:
-            raise CaptureIllegalError(
-                f"A segment called the custom operator {qualified}, which is written in Python ({user_line()}).",
-                why="A replay runs no Python, so whatever it does beside its result would happen once and never again.",
-                fix="Mark the step with @eager_on_graph, or declare_pure(operator) where only its result matters.",
-            )
-
-
-def _is_python_operator(function: Any) -> bool:
-    # torch keeps the kernels that Python registered under "namespace/name/key"; a test guards this private table.
-    packet = f"{function.namespace}/{function.overloadpacket.__name__}"
-    names = (packet, f"{packet}.{function._overloadname}")
-    return any(f"{name}/{key}" in torch.library._impls for name in names for key in _PYTHON_KEYS)
-
-
-def _refuse(what: str) -> None:
-    raise CaptureIllegalError(
-        f"A segment used {what} at {user_line()}.",
-        why="A device graph cannot hold it: it makes the host wait for the device, or a shape depend on data; a replay "
-        "would use the captured value for ever.",
-        fix="Mark the function that does it with @eager_on_graph, or compute it on the device or before the capture.",
-    )

@@ -1,0 +1,120 @@
+"""Calls into the CUDA runtime that torch has no name for: nodes of a graph, leaves of a capture, raw launches.
+
+cuda-bindings 12.9 and 13 differ in names and arguments here; which of the two is at hand is decided once, by what it has.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from breakgraph.errors import ConfigError, InternalError
+
+try:
+    from cuda.bindings import runtime as cudart
+except ImportError as error:  # pragma: no cover - a CPU machine never imports this module
+    raise ConfigError(
+        f"CUDA graphs need the package cuda-bindings ({error}).",
+        why="Nodes of a captured segment are counted and segments are launched through it.",
+        fix='Install it: pip install "breakgraph[cuda]".',
+    ) from error
+
+__all__ = ["bound_launch", "fill_bytes", "join_leaves", "node_count", "pool_handle_kept", "stream_handle"]
+
+_SUCCESS = cudart.cudaError_t.cudaSuccess
+# 13 gave the plain names the meaning of 12.9's _v3 and _v2: both hand out and take edge data.
+_capture_info: Any = getattr(cudart, "cudaStreamGetCaptureInfo_v3", cudart.cudaStreamGetCaptureInfo)
+_update_dependencies: Any = getattr(
+    cudart, "cudaStreamUpdateCaptureDependencies_v2", cudart.cudaStreamUpdateCaptureDependencies
+)
+_edges: Any = getattr(cudart, "cudaGraphGetEdges_v2", cudart.cudaGraphGetEdges)
+_ADD = 0
+
+
+def _checked(result: tuple[Any, ...], *, call: str) -> tuple[Any, ...]:
+    if result[0] != _SUCCESS:
+        raise InternalError(f"{call} failed: {result[0].name}")
+    return result[1:]
+
+
+@contextmanager
+def pool_handle_kept(handle: Any) -> Iterator[None]:
+    """Guard a pool handle across a call into torch that takes it.
+
+    torch 2.11 gives back a reference to the handle's number that it does not own. Small integers are immortal in
+    CPython, so nothing shows until a process has made more than 256 pools; then the number is freed while the handle
+    still has it, and a later capture crashes. Every reference that a call took too many is put back here.
+    """
+    number = handle[1]
+    spare = [number] * 8
+    before = sys.getrefcount(number)
+    try:
+        yield
+    finally:
+        for _ in range(before - sys.getrefcount(number)):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(number))
+        del spare
+
+
+def node_count(raw_graph: int) -> int:
+    """Count of nodes of a `cudaGraph_t`."""
+    _, count = _checked(cudart.cudaGraphGetNodes(cudart.cudaGraph_t(raw_graph)), call="cudaGraphGetNodes")
+    return int(count)
+
+
+def join_leaves(stream: int) -> int:
+    """Join work of a running capture that its stream would not wait for: forks that no hook saw.
+
+    Such work is a leaf of the graph that is no dependency of the stream's next node. Made a dependency, it is joined:
+    the capture can end, and a replay waits for it.
+
+    Args:
+        stream: Handle of the capturing stream.
+
+    Returns:
+        How many leaves were joined.
+    """
+    # status, id, graph, dependencies, edge data, count
+    _, _, graph, dependencies, _, _ = _checked(_capture_info(stream), call="cudaStreamGetCaptureInfo")
+    _, count = _checked(cudart.cudaGraphGetNodes(graph), call="cudaGraphGetNodes")
+    nodes, _ = _checked(cudart.cudaGraphGetNodes(graph, count), call="cudaGraphGetNodes")
+    *_, count = _checked(_edges(graph), call="cudaGraphGetEdges")
+    sources, *_ = _checked(_edges(graph, count), call="cudaGraphGetEdges") if count else ([],)
+    known = {int(node) for node in (*sources, *(dependencies or ()))}
+    leaves = [node for node in nodes if int(node) not in known]
+    if leaves:
+        _checked(
+            _update_dependencies(stream, leaves, None, len(leaves), _ADD), call="cudaStreamUpdateCaptureDependencies"
+        )
+    return len(leaves)
+
+
+def stream_handle(stream: int) -> Any:
+    """A stream in the form that a launch takes without converting it each time."""
+    return cudart.cudaStream_t(stream)
+
+
+def bound_launch(raw_executable: int, current: list[Any]) -> Callable[[], None]:
+    """A function that launches an executable on the stream in `current[0]`. Cost on an H200's host: about 2 us.
+
+    Args:
+        raw_executable: A `cudaGraphExec_t` as an integer; it must outlive the function.
+        current: One item, the stream handle of the replay, changed by the backend.
+    """
+    executable = cudart.cudaGraphExec_t(raw_executable)
+    launch = cudart.cudaGraphLaunch
+
+    def run() -> None:
+        if launch(executable, current[0])[0]:
+            # Asked again for the name: a failed launch is an error of the driver, which sticks.
+            raise RuntimeError(f"cudaGraphLaunch failed: {cudart.cudaGetLastError()[0].name}")
+
+    return run
+
+
+def fill_bytes(address: int, nbytes: int) -> None:
+    """Fill device memory with 0xFF bytes, on the legacy default stream."""
+    _checked(cudart.cudaMemset(address, 0xFF, nbytes), call="cudaMemset")

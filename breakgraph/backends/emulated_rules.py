@@ -1,0 +1,73 @@
+"""What the emulated backend refuses in a segment, because CUDA could not capture it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["declare_pure", "illegal"]
+
+_aten = torch.ops.aten
+_INDEXING = (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_)
+_PYTHON_KEYS = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd", "AutogradCPU", "Autograd")
+_pure: set[str] = set()
+
+
+def declare_pure(operator: Callable[..., Any]) -> None:
+    """Say that a custom operator written in Python has no effect but its result, so that it may run at a replay.
+
+    Args:
+        operator: What `torch.library.custom_op` returned, or an overload such as `torch.ops.mylib.f.default`.
+    """
+    name = (
+        operator._name if isinstance(operator, torch._ops.OpOverload) else str(getattr(operator, "_qualname", operator))
+    )
+    _pure.add(name.split(".")[0])
+
+
+def illegal(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, str] | None:
+    """Why CUDA could not capture an operator, as (what, why), or None where it could.
+
+    Args:
+        function: The overload.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        What it is, and why it matters where the usual reason (a sync, a shape that depends on data) is not the one.
+    """
+    packet = function.overloadpacket
+    if packet in _INDEXING:
+        masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
+        # One value under a mask is a masked fill, which needs no sync.
+        return (
+            ("indexing with a boolean mask", "") if masks and (packet is _aten.index or args[2].numel() != 1) else None
+        )
+    # A scalar is lifted by torch itself, for `x[mask] = 0.0`, and goes into a kernel's arguments on a GPU.
+    if packet is _aten.lift_fresh and args[0].dim():
+        return "host data made into a tensor (torch.tensor, from_numpy, an index by a list)", ""
+    if packet is _aten.repeat_interleave and kwargs.get("output_size") is not None:
+        return None
+    if torch.Tag.data_dependent_output in function.tags or torch.Tag.dynamic_output_shape in function.tags:
+        if packet is _aten._local_scalar_dense:
+            return "a host read of a tensor: item(), int(), float(), bool() or `if tensor:`", ""
+        return f"{packet.__name__}, whose result depends on the data,", ""
+    if function.namespace == "c10d":
+        return f"the collective {packet.__name__}", "Its wait is Python, and a replay runs no Python."
+    qualified = f"{function.namespace}::{packet.__name__}"
+    if function.namespace not in ("aten", "prims", "prim") and _is_python_operator(function) and qualified not in _pure:
+        return (
+            f"the custom operator {qualified}, which is written in Python,",
+            "A replay runs no Python, so whatever it does beside its result would happen once and never again. Where only "
+            "its result matters, say so: declare_pure(operator).",
+        )
+    return None
+
+
+def _is_python_operator(function: Any) -> bool:
+    # torch keeps the kernels that Python registered under "namespace/name/key"; a test guards this private table.
+    packet = f"{function.namespace}/{function.overloadpacket.__name__}"
+    names = (packet, f"{packet}.{function._overloadname}")
+    return any(f"{name}/{key}" in torch.library._impls for name in names for key in _PYTHON_KEYS)

@@ -1,0 +1,370 @@
+"""Streams and events around segments and breaks, on a GPU: no dependency is lost, no side work is dropped."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from breakgraph import BreakableCUDAGraph, BreakableCUDAGraphCapture, GraphPool, eager_on_graph
+from breakgraph.errors import StreamJoinError
+from breakgraph.testing import assert_same_bits
+
+pytestmark = pytest.mark.gpu
+
+CYCLES = 300_000  # a sleep of about 0.15 ms: longer than any launch here, so that a lost wait shows
+ROWS = 64
+
+
+@eager_on_graph
+def host_scale(x: torch.Tensor) -> torch.Tensor:
+    """A break that syncs."""
+    return x * float(torch.tanh(x.abs().max()).item())
+
+
+def hooked_methods() -> tuple[Any, ...]:
+    """What the ledger replaces during a capture, as found now."""
+    stream, event = torch.cuda.Stream, torch.cuda.Event
+    return (
+        *(stream.__dict__.get(name) for name in ("wait_stream", "wait_event", "__enter__", "__exit__")),
+        *(event.__dict__.get(name) for name in ("record", "wait")),
+        torch.cuda.set_stream,
+    )
+
+
+def check(forward: Callable[[torch.Tensor], Any], *, rounds: int = 20) -> BreakableCUDAGraph:
+    """Capture a forward and compare replays with eager runs on new inputs; hooks are exactly restored."""
+    before = hooked_methods()
+    x = torch.randn(ROWS, ROWS, device="cuda")
+    graph, pool = BreakableCUDAGraph(), GraphPool()
+    with torch.no_grad():
+        with pool.on_capture_stream():
+            forward(x)
+        with BreakableCUDAGraphCapture(graph, pool=pool):
+            out = forward(x)
+        assert hooked_methods() == before
+        for _ in range(rounds):
+            x.copy_(torch.randn(ROWS, ROWS))
+            expected = forward(x.clone())
+            torch.cuda.synchronize()
+            graph.replay()
+            torch.cuda.synchronize()
+            assert_same_bits(out, expected=expected)
+    return graph
+
+
+@pytest.mark.parametrize("fork", ["stream", "event"])
+@pytest.mark.parametrize("join", ["stream", "event", "event of an earlier segment"])
+def test_fork_and_join_across_a_break(fork: str, join: str) -> None:
+    """FAULT-O1: fork before a break and join after it, by stream and by event, and mixed: equal to eager 200 times."""
+    side = torch.cuda.Stream()
+    done = torch.cuda.Event()
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        main = torch.cuda.current_stream()
+        y = x + 1
+        if fork == "stream":
+            side.wait_stream(main)
+        else:
+            side.wait_event(main.record_event())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(CYCLES)
+            z = y * 2
+            if join == "event of an earlier segment":
+                done.record()
+        y = host_scale(y)
+        if join == "stream":
+            main.wait_stream(side)
+        elif join == "event":
+            done.record(side)
+            done.wait(main)
+        else:
+            main.wait_event(done)
+        return y + z
+
+    check(forward, rounds=200)
+
+
+@pytest.mark.parametrize("where", ["break", "end", "two, one joined"])
+def test_side_streams_never_joined_are_joined_by_the_capture(where: str) -> None:
+    """FAULT-O2: side work nobody waits for is part of the replay and done before what follows it."""
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    kept = [torch.zeros(ROWS, ROWS, device="cuda") for _ in range(2)]
+
+    def forward(x: torch.Tensor) -> Any:
+        main = torch.cuda.current_stream()
+        y = x * 1
+        for side, result in zip(streams, kept, strict=True):
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(CYCLES)
+                result.copy_(y * 3)
+        if where == "two, one joined":
+            main.wait_stream(streams[0])
+        if where == "break":
+            y = host_scale(y)
+        return y + 1
+
+    x = torch.randn(ROWS, ROWS, device="cuda")
+    graph = BreakableCUDAGraph()
+    with torch.no_grad(), BreakableCUDAGraphCapture(graph):
+        out = forward(x)
+    for _ in range(20):
+        x.copy_(torch.randn(ROWS, ROWS))
+        for result in kept:
+            result.zero_()
+        graph.replay()
+        copies = [result.clone() for result in kept]  # on the stream of the replay, which must have joined them
+        assert_same_bits(copies, expected=[x * 3, x * 3])
+        assert_same_bits(out, expected=(host_scale(x * 1) if where == "break" else x * 1) + 1)
+
+
+def test_a_fork_that_no_hook_saw_is_joined() -> None:
+    """A stream forked through `torch.Stream`'s own methods is found as a leaf of the graph; its work is replayed."""
+    side = torch.cuda.Stream()
+    kept = torch.zeros(ROWS, ROWS, device="cuda")
+    x = torch.randn(ROWS, ROWS, device="cuda")
+    graph = BreakableCUDAGraph()
+    wait = torch._C._CudaEventBase.wait
+    record = torch._C._CudaEventBase.record
+    with torch.no_grad(), BreakableCUDAGraphCapture(graph):
+        y = x + 1
+        event = torch.cuda.Event()
+        record(event, torch.cuda.current_stream())
+        wait(event, side)
+        main = torch.cuda.current_stream()
+        torch._C._cuda_setStream(stream_id=side.stream_id, device_index=side.device_index, device_type=side.device_type)
+        torch.cuda._sleep(CYCLES)
+        kept.copy_(y * 2)
+        torch._C._cuda_setStream(stream_id=main.stream_id, device_index=main.device_index, device_type=main.device_type)
+        out = host_scale(y)
+    assert "no hook saw" in graph.explain()
+    for _ in range(20):
+        x.copy_(torch.randn(ROWS, ROWS))
+        kept.zero_()
+        graph.replay()
+        assert_same_bits(kept.clone(), expected=(x + 1) * 2)
+        assert_same_bits(out, expected=host_scale(x + 1))
+
+
+@pytest.mark.parametrize("how", ["current stream", "forked", "generic stream"])
+def test_side_work_of_a_break_is_awaited(how: str) -> None:
+    """FAULT-O4: a break leaves work on a side stream and returns; the next segment waits for it at every replay."""
+    side = torch.cuda.Stream()
+
+    @eager_on_graph
+    def leave(x: torch.Tensor, out: torch.Tensor) -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        if how == "generic stream":
+            with side:
+                torch.cuda._sleep(CYCLES)
+                out.copy_(x * 2)
+            return
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(CYCLES)
+            out.copy_(x * 2)
+
+    x = torch.randn(ROWS, ROWS, device="cuda")
+    graph = BreakableCUDAGraph()
+    with torch.no_grad(), BreakableCUDAGraphCapture(graph):
+        y = x + 1
+        buffer = torch.empty_like(y)
+        leave(y, buffer)
+        out = buffer + 1
+    for _ in range(20):
+        x.copy_(torch.randn(ROWS, ROWS))
+        graph.replay()
+        assert_same_bits(out, expected=(x + 1) * 2 + 1)
+
+
+def test_events_cross_boundaries() -> None:
+    """FAULT-O5: recorded in a segment and waited for in a break; recorded before the capture, waited for in a segment."""
+    side, other = torch.cuda.Stream(), torch.cuda.Stream()
+    inside, outside = torch.cuda.Event(), torch.cuda.Event()
+    source = torch.zeros(ROWS, ROWS, device="cuda")
+    copied = torch.zeros(ROWS, ROWS, device="cuda")
+
+    @eager_on_graph
+    def copy_aside(y: torch.Tensor) -> None:
+        other.wait_event(inside)
+        with torch.cuda.stream(other):
+            copied.copy_(y)
+        assert inside.query() in (True, False)
+
+    def feed(value: torch.Tensor) -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(CYCLES)
+            source.copy_(value)
+            outside.record()
+
+    x = torch.randn(ROWS, ROWS, device="cuda")
+    value = torch.randn(ROWS, ROWS, device="cuda")
+    graph = BreakableCUDAGraph()
+    feed(value)
+    with torch.no_grad(), BreakableCUDAGraphCapture(graph):
+        torch.cuda.current_stream().wait_event(outside)
+        y = x + source
+        inside.record()
+        copy_aside(y)
+        out = copied * 2
+    text = graph.explain()
+    assert "waits before it for an event, asked for at" in text
+    assert "records an event behind it" in text
+    for _ in range(20):
+        x.copy_(torch.randn(ROWS, ROWS))
+        value.copy_(torch.randn(ROWS, ROWS))
+        feed(value)
+        graph.replay()
+        assert_same_bits(out, expected=(x + value) * 2)
+
+
+@pytest.mark.parametrize("in_break", [False, True])
+def test_a_wait_for_a_copy_stream_exists_at_every_replay(in_break: bool) -> None:
+    """FAULT-O6: the capture stream waits for a stream that the caller, or a break, copies on: a real wait each time."""
+    copies = torch.cuda.Stream()
+    pinned = torch.randn(ROWS, ROWS).pin_memory()
+    buffer = torch.zeros(ROWS, ROWS, device="cuda")
+
+    def feed() -> None:
+        copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(copies):
+            torch.cuda._sleep(CYCLES)
+            buffer.copy_(pinned, non_blocking=True)
+
+    feed_in_break = eager_on_graph(feed, name="feed")
+    x = torch.randn(ROWS, ROWS, device="cuda")
+    graph = BreakableCUDAGraph()
+    if not in_break:
+        feed()
+    with torch.no_grad(), BreakableCUDAGraphCapture(graph):
+        y = x * 2
+        if in_break:
+            feed_in_break()
+        torch.cuda.current_stream().wait_stream(copies)
+        out = y + buffer
+    for _ in range(20):
+        x.copy_(torch.randn(ROWS, ROWS))
+        torch.cuda.synchronize()
+        pinned.copy_(torch.randn(ROWS, ROWS))
+        if not in_break:
+            feed()
+        graph.replay()
+        assert_same_bits(out, expected=x * 2 + pinned.cuda())
+
+
+def test_a_stream_that_never_joins_is_refused_with_its_line() -> None:
+    """FAULT-O6: a copy in a segment on a stream outside the capture would run once; the next capture works."""
+    copies = torch.cuda.Stream()
+    pinned = torch.randn(ROWS, ROWS).pin_memory()
+    buffer = torch.zeros(ROWS, ROWS, device="cuda")
+    pool = GraphPool()
+    x = torch.ones(ROWS, ROWS, device="cuda")
+    caller = torch.cuda.current_stream()
+    graph = BreakableCUDAGraph()
+    with pytest.raises(StreamJoinError, match="test_cuda_streams.py"), BreakableCUDAGraphCapture(graph, pool=pool):
+        x * 2
+        with torch.cuda.stream(copies):
+            buffer.copy_(pinned, non_blocking=True)
+    with pytest.raises(StreamJoinError, match="test_cuda_streams.py"), BreakableCUDAGraphCapture(graph, pool=pool):
+        x * 2
+        with copies:
+            buffer.copy_(pinned, non_blocking=True)
+    assert torch.cuda.current_stream() == caller
+    with BreakableCUDAGraphCapture(graph, pool=pool):
+        out = x * 3
+    graph.replay()
+    assert out.eq(3).all()
+
+
+def test_the_users_exception_on_a_side_stream_comes_first() -> None:
+    """FAULT-E1: a ValueError raised on a stream outside the capture is what the caller sees, and all is put back."""
+    before, caller = hooked_methods(), torch.cuda.current_stream()
+    side = torch.cuda.Stream()
+    x = torch.ones(4, device="cuda")
+    for forked in (True, False):
+        with pytest.raises(ValueError, match="mine"), BreakableCUDAGraphCapture(BreakableCUDAGraph()):
+            x * 2
+            if forked:
+                side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                raise ValueError("mine")
+    assert (hooked_methods(), torch.cuda.current_stream()) == (before, caller)
+
+
+def test_a_stream_left_current_by_a_failed_body_is_put_back() -> None:
+    """FAULT-E1: the body sets another stream and raises without setting it back; the caller's stream is current again."""
+    caller = torch.cuda.current_stream()
+    side = torch.cuda.Stream()
+    with pytest.raises(ValueError, match="mine"), BreakableCUDAGraphCapture(BreakableCUDAGraph()):
+        torch.ones(4, device="cuda") * 2
+        side.wait_stream(torch.cuda.current_stream())
+        torch.cuda.set_stream(side)
+        raise ValueError("mine")
+    assert torch.cuda.current_stream() == caller
+
+
+def _random_program(seed: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A forward that forks, joins, breaks and works at random places, decided by the seed alone."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        rng = random.Random(seed)
+        main = torch.cuda.current_stream()
+        y = x + 0.5
+        pending: list[tuple[torch.cuda.Stream, torch.Tensor, torch.cuda.Event | None]] = []
+        for _ in range(rng.randrange(3, 10)):
+            kind = rng.choice(["work", "break", "fork", "fork", "join", "join"])
+            if kind == "work":
+                y = torch.tanh(y @ y.T) + y * 0.5
+            elif kind == "break":
+                y = host_scale(y) + 0.1
+            elif kind == "fork":
+                side = STREAMS[rng.randrange(len(STREAMS))]
+                if rng.random() < 0.5:
+                    side.wait_stream(main)
+                else:
+                    side.wait_event(main.record_event())
+                with torch.cuda.stream(side):
+                    torch.cuda._sleep(CYCLES // 3)
+                    z = y * rng.random() + 1
+                    z.record_stream(main)
+                    event = side.record_event() if rng.random() < 0.5 else None
+                pending.append((side, z, event))
+            elif pending:
+                side, z, event = pending.pop(rng.randrange(len(pending)))
+                if event is None:
+                    main.wait_stream(side)
+                else:
+                    event.wait(main)
+                y = y + z
+        return y * 2
+
+    return forward
+
+
+STREAMS: list[torch.cuda.Stream] = []
+
+
+def test_two_hundred_random_programs_with_side_streams() -> None:
+    """Fork and join by stream or event, across breaks or never joined, a sleep on the side: 20 replays equal eager."""
+    STREAMS[:] = [torch.cuda.Stream() for _ in range(3)]
+    for seed in range(200):
+        forward = _random_program(seed)
+        x = torch.randn(ROWS, ROWS, device="cuda")
+        graph, pool = BreakableCUDAGraph(), GraphPool()
+        with torch.no_grad():
+            with pool.on_capture_stream():
+                forward(x)  # warm-up: cuBLAS makes its handle for a stream when it first meets it
+            with BreakableCUDAGraphCapture(graph, pool=pool):
+                out = forward(x)
+            x.copy_(torch.randn(ROWS, ROWS))
+            expected = forward(x.clone())
+            torch.cuda.synchronize()
+            for round_ in range(20):
+                out.fill_(float("nan"))
+                graph.replay()
+                assert_same_bits(out, expected=expected, what=f"program {seed}, replay {round_}")
+        graph.reset()
