@@ -30,12 +30,42 @@ def borrowed_view(tensor: torch.Tensor) -> torch.Tensor:
     """A CUDA tensor of the same address, shape, strides and dtype that does not own its memory.
 
     The caller must know that the memory stays mapped for as long as the view is used; the graph's pool does
-    that. Made through the public `__cuda_array_interface__` on bytes, which works for every dtype (72 us a tensor on
-    an H200's host, at capture only); torch's private constructors are faster and change between versions.
+    that. Made by torch's private constructors where they do what they did when this was written (a test guards it), else
+    through the public `__cuda_array_interface__` on bytes, which works for every dtype and costs 72 us a tensor on an
+    H200's host, at capture only.
 
     Args:
         tensor: A strided CUDA tensor with at least one element.
     """
+    try:
+        view = _constructed(tensor)
+    except (AttributeError, TypeError, RuntimeError):
+        view = None
+    if view is not None and view.data_ptr() == tensor.data_ptr() and view.stride() == tensor.stride():
+        return view
+    return public_view(tensor)
+
+
+def _constructed(tensor: torch.Tensor) -> torch.Tensor:
+    storage = tensor.untyped_storage()
+    bytes_there = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+    view: torch.Tensor = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(
+        {
+            "data_ptr": storage.data_ptr(),
+            "nbytes": storage.nbytes(),
+            "device": tensor.device,
+            "size": list(tensor.shape),
+            "stride": list(tensor.stride()),
+            "storage_offset": tensor.storage_offset(),
+            "dtype": tensor.dtype,
+        },
+        bytes_there,
+    )
+    return view
+
+
+def public_view(tensor: torch.Tensor) -> torch.Tensor:
+    """`borrowed_view` by public means only."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     flat = torch.as_tensor(_DeviceBytes(tensor.data_ptr(), span * tensor.element_size()), device=tensor.device)
     return flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 
@@ -13,12 +14,14 @@ _PACKAGE = Path(__file__).resolve().parent
 _TORCH = str(Path(torch.__file__).resolve().parent)
 
 
+@functools.lru_cache(maxsize=4096)
 def _is_ours(filename: str) -> bool:
     """True for torch and for the core of this package; models and serving count as a user's code."""
     if filename.startswith((_TORCH, "<")):
         return True
     path = Path(filename)
-    return path.parent == _PACKAGE or path.parent == _PACKAGE / "backends"
+    # contextlib and functools carry decorators and context managers; they are nobody's line.
+    return path.parent in (_PACKAGE, _PACKAGE / "backends") or path.name in ("contextlib.py", "functools.py")
 
 
 def user_line() -> str:
@@ -29,8 +32,7 @@ def user_line() -> str:
     frame = sys._getframe(1)
     while frame is not None and frame.f_back is not None:
         code = frame.f_code
-        # contextlib and functools carry decorators and context managers; they are nobody's line.
-        if not _is_ours(code.co_filename) and Path(code.co_filename).name not in ("contextlib.py", "functools.py"):
+        if not _is_ours(code.co_filename):
             break
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

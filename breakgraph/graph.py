@@ -69,17 +69,19 @@ class ReplayFrame(Frame):
         return None
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Program:
-    """A sealed graph: everything that a replay needs, fixed."""
+    """A sealed graph: everything that a replay needs. Only the stream that its launches are bound to may change."""
 
     steps: tuple[Step, ...]
-    runs: tuple[Callable[[], None], ...]
     live_names: frozenset[str]
     modes: Modes
     frame: ReplayFrame
     capture_seconds: float
     executable_bytes: int
+    has_breaks: bool
+    runs: tuple[Callable[[], Any], ...] = ()
+    bound_to: int | None = None
 
     @classmethod
     def seal(cls, recorder: Recorder, *, capture_seconds: float, executable_bytes: int) -> Program:
@@ -88,13 +90,25 @@ class Program:
         ordered = (*hoisted, *(step for step in recorder.steps if step.kind is not StepKind.HOISTED))
         return cls(
             steps=ordered,
-            runs=tuple(step.run for step in ordered),
             live_names=frozenset(recorder.context.live),
             modes=recorder.modes,
             frame=ReplayFrame(recorder.replay_context),
             capture_seconds=capture_seconds,
             executable_bytes=executable_bytes,
+            has_breaks=any(step.call is not None for step in ordered),
         )
+
+    def bind(self, stream: int) -> None:
+        """Bind all launches to a stream."""
+        self.runs = tuple(step.bind() for step in self.steps)
+        self.bound_to = stream
+
+    def run(self) -> None:
+        """Run the steps in order."""
+        for run in self.runs:
+            status = run()
+            if status is not None and status[0]:
+                raise RuntimeError(f"the launch of a segment failed: CUDA error {int(status[0])}")
 
 
 class BreakableCUDAGraph:
@@ -183,7 +197,7 @@ class BreakableCUDAGraph:
             )
         pool = self._pool
         assert pool is not None
-        pool.acquire(f"a replay of {self.name}")
+        pool.acquire(self)
         previous = install(program.frame)
         self._replays += 1
         try:
@@ -195,13 +209,17 @@ class BreakableCUDAGraph:
                 pool.backend.poison()
             if before is not None:
                 before()
-            if program.modes.in_force():
-                for run in program.runs:
-                    run()
+            if program.bound_to != pool.backend.replay_stream:
+                program.bind(pool.backend.replay_stream)
+            modes = program.modes
+            if not program.has_breaks or modes.in_force():  # launches run no Python that could ask for a mode
+                program.run()
+            elif modes.in_force_but_for_grad():
+                with torch.set_grad_enabled(modes.grad):
+                    program.run()
             else:
-                with program.modes.entered():
-                    for run in program.runs:
-                        run()
+                with modes.entered():
+                    program.run()
         finally:
             context.live = _NOTHING
             install(previous)
@@ -220,6 +238,8 @@ class BreakableCUDAGraph:
     def reset(self) -> None:
         """Give segments and held tensors back; the graph can be captured again. Cost: a host sync.
 
+        The memory goes back to the pool, for its next capture; a pool that is dropped gives it to torch.
+
         Raises:
             ConcurrentReplayError: A replay or capture of the pool is running, in another thread or around this call.
         """
@@ -232,7 +252,6 @@ class BreakableCUDAGraph:
             for step in program.steps:
                 if step.segment is not None:
                     step.segment.reset()
-            self._pool.backend.release()
 
     def stats(self) -> GraphStats:
         """Counts and bytes."""

@@ -41,7 +41,7 @@ class GraphPool:
         self.arena = BridgeArena(self.backend.device)
         self.poison = poison
         self._lock = threading.Lock()
-        self._user = ""
+        self._user: object = None
 
     @property
     def device(self) -> torch.device:
@@ -53,7 +53,7 @@ class GraphPool:
         return self.backend.on_capture_stream()
 
     @contextmanager
-    def used_by(self, what: str) -> Iterator[None]:
+    def used_by(self, what: object) -> Iterator[None]:
         """Hold the pool for one capture or replay.
 
         Raises:
@@ -65,11 +65,11 @@ class GraphPool:
         finally:
             self.release()
 
-    def acquire(self, what: str) -> None:
+    def acquire(self, what: object) -> None:
         """Take the pool for `what`, or refuse; the plain form of `used_by`, for the replay's hot path."""
         if not self._lock.acquire(blocking=False):
             raise ConcurrentReplayError(
-                f"{what} was started while {self._user} was using the same pool.",
+                f"{_use(what)} was started while {_use(self._user)} was using the same pool.",
                 why="Graphs of one pool share memory, so both would read and write each other's temporaries.",
                 fix="Finish one before the other, or give each thread a graph with a pool of its own.",
             )
@@ -81,3 +81,7 @@ class GraphPool:
 
     def __repr__(self) -> str:
         return f"GraphPool({self.backend.name} on {self.device}, {self.arena.nbytes} bridge bytes)"
+
+
+def _use(what: object) -> str:
+    return what if isinstance(what, str) else f"a replay of {what}"

@@ -104,6 +104,7 @@ class Recorder(Frame):
             if step.segment is not None:
                 step.segment.reset()
         self.steps.clear()
+        # After a failure memory is to be where it was; after a reset the pool keeps it for the next capture.
         self._pool.backend.release()
 
     def _move(self, to: State) -> None:
@@ -115,7 +116,7 @@ class Recorder(Frame):
         segment = self._pool.backend.end()
         if segment is not None:
             step = Step(
-                StepKind.SEGMENT, segment.describe(), line=self._segment_line, run=segment.bound(), segment=segment
+                StepKind.SEGMENT, segment.describe(), line=self._segment_line, bind=segment.bound, segment=segment
             )
             self.steps.append(step)
 
@@ -209,7 +210,7 @@ class Recorder(Frame):
             made = [leaf for _, leaf in flatten(model_value)[0] if isinstance(leaf, torch.Tensor)]
             self._hoisted.extend((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in made)
         kind = StepKind.HOISTED if spec.hoist else StepKind.BREAK
-        self.steps.append(Step(kind, spec.name, line=line, run=break_call.bound_run(), call=break_call))
+        self.steps.append(Step(kind, spec.name, line=line, bind=break_call.bound_run, call=break_call))
         return model_value
 
     def _bind_live(self, spec: BreakSpec, bound: BoundCall, *, where: str) -> None:

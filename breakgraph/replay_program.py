@@ -33,6 +33,12 @@ class Modes:
     grad: bool
     inference: bool
     autocast: tuple[tuple[bool, torch.dtype], ...]
+    casts: bool = attrs.field(init=False, eq=False)
+    """Any autocast is on."""
+
+    @casts.default
+    def _casts(self) -> bool:
+        return any(enabled for enabled, _ in self.autocast)
 
     @classmethod
     def current(cls) -> Modes:
@@ -45,9 +51,15 @@ class Modes:
         )
 
     def in_force(self) -> bool:
-        """True where the thread is in these modes already. Cost: half a microsecond."""
-        if torch.is_grad_enabled() is not self.grad or torch.is_inference_mode_enabled() is not self.inference:
+        """True where the thread is in these modes already. Cost: a microsecond."""
+        return torch.is_grad_enabled() is self.grad and self.in_force_but_for_grad()
+
+    def in_force_but_for_grad(self) -> bool:
+        """True where only the grad mode may differ, which is cheap to set."""
+        if torch.is_inference_mode_enabled() is not self.inference:
             return False
+        if not self.casts:
+            return not (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"))
         for device_type, (enabled, dtype) in zip(_DEVICE_TYPES, self.autocast, strict=True):
             if torch.is_autocast_enabled(device_type) is not enabled:
                 return False
@@ -199,7 +211,7 @@ class Step:
         kind: Segment, break or hoisted break.
         name: Name of the break, or what the segment holds.
         line: Where the capture met it.
-        run: The bound launch or bound call.
+        bind: Makes the bound launch or bound call.
         segment: The segment, for a segment step.
         call: The break call, for a break step.
     """
@@ -207,7 +219,7 @@ class Step:
     kind: StepKind
     name: str
     line: str
-    run: Callable[[], None]
+    bind: Callable[[], Callable[[], Any]]
     segment: Segment | None = None
     call: BreakCall | None = None
 

@@ -244,7 +244,7 @@ def test_a_segment_with_allocations_only_keeps_its_memory() -> None:
 
 def test_a_borrowed_view_is_exact_for_every_dtype() -> None:
     """A view through `__cuda_array_interface__` has address, shape, strides and dtype of its tensor, and owns nothing."""
-    from breakgraph.aliases import borrowed_view
+    from breakgraph.aliases import borrowed_view, public_view
 
     dtypes = [
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -262,16 +262,16 @@ def test_a_borrowed_view_is_exact_for_every_dtype() -> None:
     for dtype in dtypes:
         base = (torch.rand(6, 8, device="cuda") * 4).to(dtype)
         for tensor in (base, base.t(), base[1:5, ::3], base[0, 0], base[:1].expand(3, 8)):
-            view = borrowed_view(tensor)
-            assert (view.data_ptr(), view.shape, view.stride(), view.dtype) == (
-                tensor.data_ptr(),
-                tensor.shape,
-                tensor.stride(),
-                tensor.dtype,
-            )
-            assert view.device == tensor.device
-            if dtype.itemsize > 1 or dtype in (torch.int8, torch.uint8, torch.bool):
-                assert torch.equal(view, tensor)
+            for view in (borrowed_view(tensor), public_view(tensor)):
+                assert (view.data_ptr(), view.shape, view.stride(), view.dtype) == (
+                    tensor.data_ptr(),
+                    tensor.shape,
+                    tensor.stride(),
+                    tensor.dtype,
+                )
+                assert view.device == tensor.device
+                if dtype.itemsize > 1 or dtype in (torch.int8, torch.uint8, torch.bool):
+                    assert torch.equal(view, tensor)
     before = torch.cuda.memory_allocated()
     big = torch.zeros(1 << 20, device="cuda")
     view = borrowed_view(big)
@@ -435,13 +435,12 @@ def test_two_threads_capture_one_after_the_other() -> None:
     def work(index: int) -> None:
         x = torch.full((4096,), float(index + 1), device="cuda")
         graph = BreakableCUDAGraph()
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()  # of the stream: one of the device is illegal while another thread captures
         barrier.wait()
         for _ in range(10):
             with BreakableCUDAGraphCapture(graph):
                 out = host_scale(x * 2) + 1
             graph.replay()
-            torch.cuda.synchronize()
             results[index] = bool(torch.equal(out, host_scale(x * 2) + 1)) and results.get(index, True)
             graph.reset()
 

@@ -15,10 +15,11 @@ class Segment(abc.ABC):
     """One recorded piece of device work; final classes belong to the backends."""
 
     @abc.abstractmethod
-    def bound(self) -> Callable[[], None]:
-        """A function that runs the recorded work again, on the stream of the replay. No host sync.
+    def bound(self) -> Callable[[], tuple[int] | None]:
+        """A function that runs the recorded work again, on the backend's `replay_stream`. No host sync.
 
-        Made once, when the graph is sealed, so that a replay looks nothing up.
+        Made when a graph is first replayed on a stream, so that a replay looks nothing up. It returns None, or a tuple
+        whose first item is an error code, 0 where all is well: a raw launch, called without a Python frame around it.
         """
 
     @abc.abstractmethod
@@ -49,6 +50,8 @@ class Backend(abc.ABC):
 
     name: str
     device: torch.device
+    replay_stream: int
+    """Handle of the stream that the replay at hand launches on."""
 
     @abc.abstractmethod
     def on_capture_stream(self) -> AbstractContextManager[None]:

@@ -18,11 +18,11 @@ from breakgraph.aliases import borrowed_view
 from breakgraph.backends.base import Backend, Segment
 from breakgraph.backends.cuda_capture import (
     bound_launch,
+    error_name,
     fill_bytes,
     join_leaves,
     node_count,
     pool_handle_kept,
-    stream_handle,
 )
 from breakgraph.errors import InternalError
 from breakgraph.streams import Boundary, StreamLedger
@@ -60,12 +60,11 @@ class CudaSegment(Segment):
         self._backend = backend
         backend.live_segments.add(self)
 
-    def bound(self) -> Callable[[], None]:
+    def bound(self) -> Callable[[], tuple[int] | None]:
         """Launches raw, or through torch where random numbers are drawn. Host cost on an H200: 2-3 us."""
-        if self.draws_random_numbers:
-            launch: Callable[[], None] = self.graph.replay
-        else:
-            launch = bound_launch(self.graph.raw_cuda_graph_exec(), self._backend.replay_stream)
+        launch: Callable[[], tuple[int] | None] = self.graph.replay
+        if not self.draws_random_numbers:
+            launch = bound_launch(self.graph.raw_cuda_graph_exec(), stream=self._backend.replay_stream)
         boundary, backend = self.boundary, self._backend
         if not boundary.waits and not boundary.events:
             return launch
@@ -73,7 +72,9 @@ class CudaSegment(Segment):
         def between() -> None:
             stream = torch.cuda.current_stream(backend.device)
             boundary.before(stream)
-            launch()
+            status = launch()
+            if status is not None and status[0]:
+                raise RuntimeError(f"cudaGraphLaunch failed: {error_name(status[0])}")
             boundary.behind(stream)
 
         return between
@@ -149,7 +150,7 @@ class CudaBackend(Backend):
         handle: The pool; another one after a capture that the driver invalidated and torch could not clean up.
         lost_bytes: What torch could not give back after such captures.
         live_segments: Segments that were not reset.
-        replay_stream: One item, the handle of the stream that a replay launches on.
+        replay_stream: Handle of the stream that the replay at hand launches on.
     """
 
     name = "cuda"
@@ -160,7 +161,7 @@ class CudaBackend(Backend):
         self.handle: Any = torch.cuda.graph_pool_handle()
         self.lost_bytes = 0
         self.live_segments: weakref.WeakSet[CudaSegment] = weakref.WeakSet()
-        self.replay_stream: list[Any] = [stream_handle(self.stream.cuda_stream)]
+        self.replay_stream: int = self.stream.cuda_stream
         self._last_stream: torch.cuda.Stream | None = None
         self._current: torch.cuda.CUDAGraph | None = None
         self._ledger = StreamLedger(self.stream)
@@ -194,7 +195,7 @@ class CudaBackend(Backend):
                     yield
             finally:
                 self._last_stream = self.stream
-                self.replay_stream[0] = stream_handle(self.stream.cuda_stream)
+                self.replay_stream = self.stream.cuda_stream
 
     def begin(self) -> None:
         """Begin a segment: the stream is captured and allocations of this thread go to the pool."""
@@ -220,6 +221,8 @@ class CudaBackend(Backend):
         except Exception:
             self._recover(graph)
             raise
+        # No segment runs while a break does, so the ranges hold for all that the next break receives.
+        self._ranges = sorted((s["address"], s["address"] + s["total_size"]) for s in self._pool_segments())
         boundary = self._ledger.boundary(unseen=unseen)
         nodes = node_count(graph.raw_cuda_graph())
         if not nodes:
@@ -328,26 +331,17 @@ class CudaBackend(Backend):
             if last is not None:
                 stream.wait_stream(last)
             self._last_stream = stream
-            self.replay_stream[0] = stream_handle(raw)
+        self.replay_stream = raw
 
     def made_by_a_segment(self, tensor: torch.Tensor) -> bool:
-        """True where the tensor's storage lies in the pool. Cost: a bisection; 41 us where ranges are read again."""
-        if tensor.device != self.device or not tensor.numel():
-            return False
-        address = storage_address(tensor)
-        if not address or self._in_ranges(address):
-            return bool(address)
-        # A miss is the usual answer for parameters and static buffers, and the pool may have grown since: read again.
-        self._ranges = sorted((s["address"], s["address"] + s["total_size"]) for s in self._pool_segments())
-        return self._in_ranges(address)
+        """True where the tensor's storage lies in the pool as it was when the last segment ended. Cost: a bisection."""
+        address = storage_address(tensor) if tensor.device == self.device and tensor.numel() else 0
+        position = bisect.bisect_right(self._ranges, (address, 1 << 63)) - 1
+        return position >= 0 and self._ranges[position][0] <= address < self._ranges[position][1]
 
     def written_by_a_segment(self, tensor: torch.Tensor) -> bool:
         """Never known: a kernel does not say what it writes."""
         return False
-
-    def _in_ranges(self, address: int) -> bool:
-        position = bisect.bisect_right(self._ranges, (address, 1 << 63)) - 1
-        return position >= 0 and self._ranges[position][0] <= address < self._ranges[position][1]
 
     def _pool_segments(self) -> list[dict[str, Any]]:
         snapshot: Any = torch.cuda.memory_snapshot

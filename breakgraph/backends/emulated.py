@@ -145,6 +145,7 @@ class EmulatedBackend(Backend):
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
+        self.replay_stream = 0
         self._recording: _Recording | None = None
         self._carried: list[torch.Tensor] = []
         self._written: set[int] = set()
