@@ -602,3 +602,63 @@ def test_explain_lists_steps_with_their_lines(backend: str, device: torch.device
     assert "host_scale [return: bridge]" in text
     assert "test_capture.py" in text
     assert graph.stats().segments == 2
+
+
+def test_a_break_assigns_its_modules_attribute_at_every_replay(backend: str, device: torch.device) -> None:
+    """FAULT-F6: a break's side effects on Python objects happen at each replay; a segment's happened once, at capture."""
+
+    class Model:
+        in_segment = 0
+        in_break = 0
+
+        @eager_on_graph
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            self.in_break += 1
+            return x * 2
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            self.in_segment += 1
+            return self.step(x + 1) + 1
+
+    model = Model()
+    graph = BreakableCUDAGraph()
+    with BreakableCUDAGraphCapture(graph, backend=backend):
+        model(torch.ones(2, device=device))
+    for _ in range(3):
+        graph.replay()
+    assert (model.in_segment, model.in_break) == (1, 4)
+
+
+def test_hoisting_with_a_plan_over_pinned_staging(backend: str, device: torch.device) -> None:
+    """A plan like an attention kernel's: host work, pinned staging, copies to static buffers, hoisted before the segments."""
+    pin = backend == "cuda"
+    staging = torch.zeros(9, dtype=torch.int64, pin_memory=pin)
+    indptr = torch.zeros(9, dtype=torch.int64, device=device)
+
+    @eager_on_graph(live=("lengths",), hoist=True)
+    def plan(lengths: list[int], target: torch.Tensor) -> None:
+        if pin:
+            torch.cuda.current_stream().synchronize()  # the staging buffer may still be read
+        total = 0
+        for i in range(8):
+            staging[i] = total
+            total += lengths[i]
+        staging[8] = total
+        target.copy_(staging, non_blocking=True)
+
+    def forward(x: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        y = x * 2
+        plan(lengths, indptr)
+        return y[:8] + (indptr[1:] - indptr[:-1])
+
+    x = torch.zeros(8, device=device)
+    graph = BreakableCUDAGraph()
+    first = [1] * 8
+    with BreakableCUDAGraphCapture(graph, backend=backend, live={"lengths": first}):
+        out = forward(x, first)
+    assert graph.steps[0].kind is StepKind.HOISTED
+    for round_ in range(5):
+        lengths = [(round_ * 3 + i) % 7 for i in range(8)]
+        x.fill_(round_)
+        graph.replay(live={"lengths": lengths})
+        assert out.tolist() == [2.0 * round_ + n for n in lengths]

@@ -470,3 +470,87 @@ def test_split_k_matmuls_of_two_graphs_do_not_disturb_each_other() -> None:
             with graph.pool.on_capture_stream():  # type: ignore[union-attr]
                 expected = host_scale(a @ b) @ b.T
             assert_same_bits(out, expected=expected)
+
+
+def test_a_cache_of_the_last_shape_is_right_for_every_bucket() -> None:
+    """FAULT-L5: a module keeps the last `arange(n)` only; captured 128 then 64 after warming both up, junk, replay 128."""
+    kept: dict[str, torch.Tensor] = {}
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if "places" not in kept or kept["places"].shape != x.shape:
+            kept["places"] = torch.arange(x.shape[0], device="cuda", dtype=x.dtype)
+        return host_scale(x + kept["places"]) * kept["places"]
+
+    pool = GraphPool()
+    graphs = {}
+    for n in (128, 64):
+        with pool.on_capture_stream():
+            forward(torch.ones(n, device="cuda"))
+    for n in (128, 64):
+        x = torch.randn(n, device="cuda")
+        graph = BreakableCUDAGraph()
+        with BreakableCUDAGraphCapture(graph, pool=pool):
+            out = forward(x)
+        graphs[n] = (graph, x, out)
+    torch.cuda.empty_cache()
+    junk = [torch.full((128,), float("nan"), device="cuda") for _ in range(200)]
+    for n in (128, 64, 128):
+        graph, x, out = graphs[n]
+        x.copy_(torch.randn(n))
+        graph.replay()
+        got = out.clone()
+        assert_same_bits(got, expected=forward(x))
+    del junk
+
+
+def test_results_of_one_graph_live_until_the_next_replay_of_its_pool() -> None:
+    """FAULT-L9: kept while another graph of the pool is captured and replayed, the result may change; its own replay is right."""
+    pool = GraphPool()
+    x = torch.randn(4096, device="cuda")
+    first, second = BreakableCUDAGraph(), BreakableCUDAGraph()
+    with BreakableCUDAGraphCapture(first, pool=pool):
+        out = host_scale(x * 2) + 1
+    y = torch.randn(4096, device="cuda")
+    with BreakableCUDAGraphCapture(second, pool=pool):
+        other = host_scale(y * 3) - 1
+    for _ in range(3):
+        second.replay()
+        first.replay()
+        assert_same_bits(out, expected=host_scale(x * 2) + 1)
+        second.replay()
+        assert_same_bits(other, expected=host_scale(y * 3) - 1)
+
+
+def test_a_tensor_of_a_side_stream_that_is_dropped_is_not_overwritten_early() -> None:
+    """FAULT-O8: made on a side stream, used on the main one and dropped at once, with many allocations around it."""
+    side = torch.cuda.Stream()
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        main = torch.cuda.current_stream()
+        for step in range(8):
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(100_000)
+                z = x * (step + 1)
+                z.record_stream(main)
+            main.wait_stream(side)
+            x = torch.tanh(z) + x
+            del z
+            if step % 3 == 2:
+                x = host_scale(x)
+        return x
+
+    pool = GraphPool()
+    x = torch.randn(1 << 18, device="cuda")
+    graph = BreakableCUDAGraph()
+    with torch.no_grad():
+        with pool.on_capture_stream():
+            forward(x)
+        with BreakableCUDAGraphCapture(graph, pool=pool):
+            out = forward(x)
+        for _ in range(20):
+            x.copy_(torch.randn(1 << 18))
+            junk = [torch.full((1 << 18,), float("nan"), device="cuda") for _ in range(4)]
+            graph.replay()
+            assert_same_bits(out, expected=forward(x.clone()))
+            del junk
