@@ -149,8 +149,34 @@ def real_weights() -> str:
     )
 
 
+def replay_cost() -> str:
+    """Host time of a replay of 33 segments and 32 empty breaks."""
+    cost = _read("capture_cost_h200.json")["replay"]
+    return _table(
+        ("33 segments, 32 breaks that do nothing", "host time, us", "ours to it"),
+        (
+            ("breakgraph", f"{cost['ours_us']:.1f}", ""),
+            ("a bare loop over cudaGraphLaunch", f"{cost['bare_loop_us']:.1f}", f"{cost['ours_over_bare_loop']:.2f}"),
+            ("breakable-cuda-graphs 0.1.0", f"{cost['peer_us']:.1f}", f"{cost['ours_over_peer']:.2f}"),
+        ),
+    )
+
+
+def capture_cost() -> str:
+    """Cost of a capture of the 8B shape, and of seven buckets."""
+    capture = _read("capture_cost_h200.json")["capture"]
+    return _table(
+        ("8B", "capture less one eager forward and one replay, ms", "largest bucket, MiB", "seven buckets, MiB"),
+        (
+            (name, f"{row['overhead_ms']:.1f}", row["largest_mib"], row["all_seven_mib"])
+            for name, row in (("breakgraph", capture["ours"]), ("breakable-cuda-graphs 0.1.0", capture["peer"]))
+        ),
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
-    function.__name__: function for function in (prefill, decode, engine, captures, summary, real_weights)
+    function.__name__: function
+    for function in (prefill, decode, engine, captures, summary, real_weights, replay_cost, capture_cost)
 }
 
 

@@ -5,14 +5,19 @@ Everything heavy is imported when a command runs, so that ``--help`` answers at 
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import io
 import json
 import os
+import re
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
@@ -46,8 +51,18 @@ class Device(enum.StrEnum):
     CUDA = "cuda"
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"breakgraph {metadata.version('breakgraph')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _commands() -> None:
+def _commands(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_version)
+    ] = False,
+) -> None:
     """Breakable CUDA graphs for LLM inference."""
 
 
@@ -67,26 +82,56 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Repeat a sampled answer.")] = None,
     device: Annotated[Device, typer.Option(help="Where to run.")] = Device.AUTO,
     eager: Annotated[bool, typer.Option("--eager", help="Use no graphs.")] = False,
-    stats: Annotated[bool, typer.Option("--stats", help="Print the statistics as JSON on the last line.")] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Print the statistics as one JSON object, the last line of stdout.")
+    ] = False,
+    cache_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where GGUF files are kept that were converted once, 4 bytes a parameter, 517 MB for the demo."
+            " Default: ~/.cache/breakgraph.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
-    """Answer a prompt; the text goes to stdout as it is made."""
+    """Answer a prompt; the text goes to stdout as it is made, one line about the run to stderr."""
     with _exit_status():
         from breakgraph.serving.config import Graphs
         from breakgraph.serving.one_prompt import Choices, OnePrompt
 
+        _raise_on_interrupt()
         job = OnePrompt(
             prompt,
             model=model,
             device=device.value,
             choices=Choices(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
             graphs=Graphs.OFF if eager else Graphs.ON,
+            cache_root=cache_dir,
         )
         _run(job, stats=stats)
 
 
 def main() -> None:
     """Entry point of the ``breakgraph`` command."""
-    app()
+    if sys.stdout is None:  # Python's way to say that it was closed
+        _say("breakgraph: stdout is closed.\nThe answer would be lost.\nLeave it open, or redirect it to a file.")
+        sys.exit(EXIT_FAILED)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end_at_once)
+    with _stdout_errors():
+        app()
+
+
+def _end_at_once(*_: object) -> None:
+    """Ends the process while modules are imported: an exception there may be caught, or come out as another one."""
+    with contextlib.suppress(OSError):
+        os.write(2, b"interrupted\n")
+    os._exit(EXIT_INTERRUPTED)
+
+
+def _raise_on_interrupt() -> None:
+    if signal.getsignal(signal.SIGINT) is _end_at_once:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _run(job: OnePrompt, *, stats: bool) -> None:
@@ -97,17 +142,53 @@ def _run(job: OnePrompt, *, stats: bool) -> None:
         pieces = job.start()
     try:
         for piece in pieces:
-            sys.stdout.write(piece.text)
-            sys.stdout.flush()
+            _write(piece.text)
     finally:
         # An interrupted answer keeps its text; the shell's prompt belongs on a line of its own.
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        _write("\n")
     if job.llm is not None:
         statistics = job.llm.statistics
-        typer.echo(statistics.summary(), err=True)
+        _say(statistics.summary())
         if stats:
-            typer.echo(json.dumps(statistics.as_dict()))
+            _write(json.dumps(statistics.as_dict()) + "\n")
+
+
+def _write(text: str) -> None:
+    """Writes to stdout at once."""
+    with _stdout_errors():
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def _say(text: str) -> None:
+    """Writes a line to stderr; where nobody can read it, an answer is still an answer."""
+    try:
+        typer.echo(text, err=True)
+    except OSError:
+        _discard(sys.stderr)
+
+
+@contextmanager
+def _stdout_errors() -> Iterator[None]:
+    """Ends the program where stdout cannot be written, which is no fault of the input."""
+    try:
+        yield
+    except BrokenPipeError:  # the reader has left, as `head` does
+        _discard(sys.stdout)
+        raise SystemExit(EXIT_FAILED) from None
+    except OSError as error:
+        _discard(sys.stdout)
+        _say(
+            f"breakgraph: stdout cannot be written: {error.strerror or error}.\nThe answer goes there and nowhere else.\n"
+            "Free space, or redirect it to another place."
+        )
+        raise SystemExit(EXIT_FAILED) from None
+
+
+def _discard(stream: TextIO) -> None:
+    """Sends what a stream still holds nowhere: Python would complain once more when it flushes at exit."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @contextmanager
@@ -135,15 +216,20 @@ def _exit_status() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
+        _say("interrupted")
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    except BrokenPipeError:
-        # The reader of stdout has left, as `head` does. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(EXIT_FAILED) from None
     except BreakgraphError as error:
-        typer.echo(f"breakgraph: {error}", err=True)
+        _say(f"breakgraph: {_in_options(error)}")
         raise typer.Exit(EXIT_BAD_INPUT if isinstance(error, ConfigError) else EXIT_FAILED) from None
-    except OSError as error:
-        typer.echo(f"breakgraph: {error}", err=True)
+    except OSError as error:  # of a file that was named; those of stdout end the program where they happen
+        _say(f"breakgraph: {error}")
         raise typer.Exit(EXIT_BAD_INPUT) from None
+
+
+def _in_options(error: BreakgraphError) -> str:
+    """An error's text with a sampling parameter called what the command line calls it."""
+    found = re.match(r"SamplingParams\.(\w+)", error.what)
+    if found is None:
+        return str(error)
+    option = "--" + found[1].replace("_", "-")
+    return "\n".join((error.what.replace(found[0], option), error.why, error.fix.replace(found[1], option)))

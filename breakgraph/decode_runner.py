@@ -57,8 +57,10 @@ class DummyProvider(Protocol):
 class _Dummies:
     """The padding requests that are held now."""
 
-    def __init__(self, provider: DummyProvider | None) -> None:
+    def __init__(self, provider: DummyProvider | None, *, inputs: Iterable[StaticInput]) -> None:
         self.provider = provider
+        self.turn = 0
+        self._names = frozenset(declared.name for declared in inputs if declared.axis is not None)
         self._held: dict[int, Mapping[str, torch.Tensor]] = {}
         self._suspended = False
 
@@ -69,10 +71,23 @@ class _Dummies:
             rows = self.provider.allocate(draft_len=draft_len)
             if rows is not None:
                 self._held[draft_len] = rows
+                self._check(rows)
         return rows
+
+    def _check(self, rows: Mapping[str, torch.Tensor]) -> None:
+        odd = {name: value for name, value in rows.items() if name not in self._names or not _is_dense(value)}
+        if odd:
+            self.release()
+            raise ConfigError(
+                f"a padding request has rows for {sorted(odd, key=str)}; expected dense tensors for some of "
+                f"{sorted(self._names)}, the inputs with a symbolic axis.",
+                why="They fill the rows beyond the real requests; others would be left out, silently.",
+                fix="Return {input name: rows} from allocate().",
+            )
 
     def release(self) -> None:
         """Give every padding request back, once."""
+        self.turn += bool(self._held)  # steps padded with them and not yet launched are refused from here on
         while self._held and self.provider is not None:
             draft_len, _ = self._held.popitem()
             self.provider.release(draft_len=draft_len)
@@ -88,6 +103,10 @@ class _Dummies:
             self._suspended = before
 
 
+def _is_dense(rows: object) -> bool:
+    return isinstance(rows, torch.Tensor) and rows.layout is torch.strided
+
+
 class DecodeRunner(GraphRunner[GraphKey]):
     """Replays the graph of a batch's key, with the batch padded to a bucket.
 
@@ -96,7 +115,8 @@ class DecodeRunner(GraphRunner[GraphKey]):
             the requests.
         inputs: Declared inputs. `REQUESTS` is the batch size, `TOKENS` is `num_tokens(key)`.
         buckets: Batch sizes that batches are rounded up to.
-        example: Returns inputs and live data for a key, for its whole padded batch; other values at each call.
+        example: Returns inputs and live data for a key, for its whole batch; other values at each call. Called for
+            warm-up, capture and verification, which asks for fewer requests than the bucket as well.
         device: Device of model and inputs.
         keys: Every key to capture; by default one for each bucket. `GraphKey.product` lists variants.
         beam_width: Beams per request.
@@ -108,7 +128,7 @@ class DecodeRunner(GraphRunner[GraphKey]):
         gates: The caller's gates.
         override: Names of soft gates to leave out.
         verify: "first": a graph is published when one replay of it equals eager, bit for bit. "always": every
-            step is compared, slow. "never".
+            step is compared, at three runs of its forward and of each break. "never".
         tolerance: Used only where eager differs from itself.
         check_addresses: "first": before the first replay of each graph; "always"; "never".
         fallback: "allow", or "error": a step that cannot use a graph is a NoGraphError.
@@ -152,7 +172,8 @@ class DecodeRunner(GraphRunner[GraphKey]):
     ) -> None:
         self.buckets = buckets
         self._beam_width = beam_width
-        self._dummies = _Dummies(dummies)
+        inputs = list(inputs)
+        self._dummies = _Dummies(dummies, inputs=inputs)
         keys = [GraphKey(size) for size in buckets.sizes] if keys is None else list(keys)
         _refuse_odd_sizes(keys, buckets)
         super().__init__(
@@ -206,6 +227,12 @@ class DecodeRunner(GraphRunner[GraphKey]):
             StaticInputError: An input differs from its declaration.
             NoGraphError: No graph can be used, with `fallback="error"`.
         """
+        if not isinstance(key, GraphKey | UnequalRequests):
+            raise ConfigError(
+                f"key is {key!r}; expected a GraphKey or what GraphKey.for_batch returned.",
+                why="It says how many requests the step has and which graph may serve it.",
+                fix="Pass key=GraphKey(batch_size).",
+            )
         if isinstance(key, UnequalRequests):
             extent = Extent(key.batch_size if tokens is None else tokens, key.batch_size)
             refusal = Refusal.of(Reason.UNEQUAL_REQUESTS, key.detail)
@@ -237,6 +264,8 @@ class DecodeRunner(GraphRunner[GraphKey]):
     def suspend_dummies(self) -> Iterator[None]:
         """Give padding requests back while blocks are moved; they are allocated anew when next needed.
 
+        A padded step that was prepared before and is launched later is a ReplayError: prepare it again.
+
         Yields:
             Nothing. A step inside that needs padding runs eagerly, counted as NO_DUMMY.
         """
@@ -244,7 +273,7 @@ class DecodeRunner(GraphRunner[GraphKey]):
             yield
 
     def release_dummies(self) -> None:
-        """Give padding requests back; the next step that needs one takes it again."""
+        """Give padding requests back, for example after `clear()`; the next step that needs one takes it again."""
         self._dummies.release()
 
     def _name(self, key: GraphKey) -> str:
@@ -254,6 +283,17 @@ class DecodeRunner(GraphRunner[GraphKey]):
 
     def _extent(self, key: GraphKey) -> Extent:
         return Extent(num_tokens(key, beam_width=self._beam_width), key.batch_size)
+
+    def _extent_of_example(self, key: GraphKey, inputs: Mapping[str, torch.Tensor]) -> Extent:
+        return self._extent(key)
+
+    def _smaller(self, key: GraphKey) -> Iterator[GraphKey]:
+        for size in dict.fromkeys((key.batch_size * 2 // 3, key.batch_size - 1)):
+            if size > 0 and size >= key.num_contexts:
+                yield attrs.evolve(key, batch_size=size)
+
+    def _padding_turn(self) -> int:
+        return self._dummies.turn
 
     def _size(self, key: GraphKey) -> tuple[int, ...]:
         return (self._extent(key).tokens, key.use_lora_graph, key.num_encoder_tokens)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import attrs
 
-from breakgraph.errors import ConfigError
+from breakgraph.errors import ConfigError, NoGraphError
 from breakgraph.statistics import Reason
 
 __all__ = ["Gate", "Gates", "Refusal", "Rule"]
@@ -65,6 +65,18 @@ class Refusal:
         """Make the refusal of a reason of our own, counted under the reason's name."""
         return cls(reason, reason.name, detail or reason.value)
 
+    def error(self, *, rows: int) -> NoGraphError:
+        """The error of a step that would run eagerly where that is forbidden.
+
+        Args:
+            rows: Token rows of the step.
+        """
+        return NoGraphError(
+            f"a step of {rows} tokens cannot use a graph ({self.name}): {self.detail}.",
+            why='It would run eagerly, and fallback="error" forbids that.',
+            fix='Capture its key, or pass fallback="allow".',
+        )
+
 
 class Gates:
     """The gates of a runner, in order.
@@ -97,6 +109,10 @@ class Gates:
                 fix=f"Only soft gates can be overridden: {[g.name for g in gates if g.rule is Rule.SOFT]}.",
             )
         _LOG.warning("gate %r is overridden: graphs are used where it says they are slow", name)
+
+    def suspension(self) -> Refusal | None:
+        """Why no step may use a graph now, whatever its key; None outside `suspend`."""
+        return Refusal.of(self._suspended[-1]) if self._suspended else None
 
     def before_key(self, key: Hashable, live: Mapping[str, object]) -> Refusal | None:
         """Run the gates that come before the key is looked up.

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import attrs
 import torch
 
 from breakgraph.capture import BreakableCUDAGraph, BreakableCUDAGraphCapture, GraphPool
+from breakgraph.errors import CaptureError
 from breakgraph.output_arena import OutputArena, OutputViews
 from breakgraph.replay_context import eager_step
-from breakgraph.staging import InputStage, Layout
+from breakgraph.staging import InputStage, Layout, Staged
 from breakgraph.static_buffers import Extent, InputSet
-from breakgraph.verification import StateKeeper, Tolerance, Verdict, judge
+from breakgraph.statistics import KeyReport
+from breakgraph.verification import (
+    Compared,
+    Snapshot,
+    StateKeeper,
+    Tolerance,
+    judge,
+    own,
+    same_snapshot,
+    snapshot,
+)
 
 __all__ = ["CapturedKey", "Example", "GraphBuilder", "Target", "Work"]
+
+_LOG = logging.getLogger(__name__)
 
 K = TypeVar("K", bound=Hashable)
 
@@ -25,7 +41,8 @@ class Example:
     """Inputs and live data for one warm-up, capture or verification.
 
     Attributes:
-        inputs: One tensor per copied input, with all rows of the key (no padding).
+        inputs: One tensor per copied input, with all tokens of the key; in prefill with `max_requests` requests or
+            fewer.
         live: Live data for these rows.
     """
 
@@ -40,7 +57,8 @@ class Work(Generic[K]):
     Attributes:
         forward: Called as `forward(**inputs, **live)`; returns tensors with the row axis in front.
         example: Returns inputs and live data for a key, other values at each call: the second call of a key
-            is what its graph is verified with, and equal inputs would prove little.
+            is what its graph is verified with, and equal inputs would prove little. It is called for keys of fewer
+            rows as well, which show what padding does; where it raises for these, that proof is left out.
         state: What forward mutates: tensors, or objects with `save()` and `restore(saved)`.
         generators: The caller's own random generators that forward draws from.
         plan: Host work of a step, called as `plan(key, live, padded_rows)` before it is launched; None: nothing.
@@ -75,14 +93,16 @@ class CapturedKey(Generic[K]):
         target: The key.
         graph: Segments and breaks.
         outputs: Where its results lie.
-        example: What it was captured with, until it is proven.
+        live: Live data of its capture, until it is published.
+        seen: Copies of the inputs and the live data of its capture, until it is published.
         addresses_checked: Whether a replay was preceded by the check of addresses.
     """
 
     target: Target[K]
     graph: BreakableCUDAGraph
     outputs: OutputViews
-    example: Example | None = None
+    live: Mapping[str, Any]
+    seen: tuple[Snapshot, Snapshot] | None = None
     addresses_checked: bool = False
 
 
@@ -93,13 +113,22 @@ class GraphBuilder(Generic[K]):
         work: What to run.
         inputs: Declared inputs.
         tolerance: Used where eager differs from itself.
+        extent: Real sizes of a step, from its key and its inputs.
     """
 
-    def __init__(self, work: Work[K], *, inputs: InputSet, tolerance: Tolerance | None) -> None:
+    def __init__(
+        self,
+        work: Work[K],
+        *,
+        inputs: InputSet,
+        tolerance: Tolerance | None,
+        extent: Callable[[K, Mapping[str, torch.Tensor]], Extent],
+    ) -> None:
         self.work = work
         self.inputs = inputs
         self.tolerance = tolerance
         self.stage = InputStage(inputs)
+        self._extent = extent
         self._outputs = OutputArena(inputs.device)
         # Device-fed tensors are written by the steps themselves, so they are state whether or not it says so.
         self._keeper = StateKeeper(
@@ -108,17 +137,27 @@ class GraphBuilder(Generic[K]):
         backend = "cuda" if inputs.device.type == "cuda" else "emulated"
         self.pool = GraphPool(backend=backend, device=inputs.device)
 
-    def warm_up(self, target: Target[K]) -> None:
+    def fresh(self) -> GraphBuilder[K]:
+        """Another builder for the same work, with memory and a pool of its own."""
+        return GraphBuilder(self.work, inputs=self.inputs, tolerance=self.tolerance, extent=self._extent)
+
+    def generators_kept(self) -> AbstractContextManager[None]:
+        """Put the default and the declared random generators back at the end of a `with` block."""
+        return self._keeper.generators_kept()
+
+    def warm_up(self, target: Target[K], *, other: K | None = None) -> None:
         """Run a key eagerly and note what it returns; state and generators are put back.
 
         Args:
             target: The key.
+            other: A key with another number of tokens, where only that tells rows of tokens from rows of requests.
         """
         with self.pool.on_capture_stream(), torch.no_grad(), self._keeper.preserved():
-            example = self._load(target)
-            self._outputs.measure(
-                target.key, self._eager(target, example.live), extent=target.extent, where=target.where
-            )
+            example, real = self._example(target.key)
+            self._load(target, example)
+            result = self._eager(target, example.live, real=real)
+            second = None if other is None else self._at_other_size(target, other)
+            self._outputs.measure(target.key, result, extent=target.extent, where=target.where, other=second)
 
     def capture(self, target: Target[K]) -> CapturedKey[K]:
         """Capture a key that was warmed up.
@@ -132,7 +171,9 @@ class GraphBuilder(Generic[K]):
         outputs = self._outputs.views(target.key, extent=target.extent, where=target.where)
         graph = BreakableCUDAGraph(name=target.where)
         with torch.no_grad():
-            example = self._load(target)
+            example, _ = self._example(target.key)
+            self._load(target, example)
+            seen = (snapshot(example.inputs, most_bytes=target.layout.nbytes), snapshot(example.live))
             capture = BreakableCUDAGraphCapture(
                 graph,
                 pool=self.pool,
@@ -145,38 +186,49 @@ class GraphBuilder(Generic[K]):
             buffers = self.stage.buffers(target.layout)
             with capture:
                 outputs.fill(self.work.forward(**buffers, **example.live))
-        return CapturedKey(target, graph, outputs, example)
+        return CapturedKey(target, graph, outputs, example.live, seen)
 
-    def verify(self, captured: CapturedKey[K]) -> tuple[Verdict, bool]:
-        """Prove a graph with a second example; state and generators are put back.
+    def verify(self, captured: CapturedKey[K], *, smaller: K | None, report: KeyReport) -> str | None:
+        """Prove a graph with a second full example and with a padded step; state and generators are put back.
+
+        The padded step comes first: where it reads padding rows that a break left unwritten, its replay finds those of
+        the capture and its eager twin does not. It follows on its twin at once, since state that is not declared, such
+        as a large cache, is not put back.
 
         Args:
             captured: The graph.
+            smaller: A key of fewer rows that this graph serves; None where it is never padded.
+            report: Where what was found is noted.
 
         Returns:
-            The verdict, and whether the second example had other inputs than the one of the capture.
+            What is wrong; None when the graph is proven.
         """
         target = captured.target
-        example = self.work.example(target.key)
-        first, captured.example = captured.example, None
-
-        def replay() -> Any:
-            self._load(target, example)
-            for hook in self.work.hooks:
-                hook(target.key, example.live)
-            captured.graph.replay(example.live, valid_rows=target.extent.tokens)
-            return captured.outputs.narrow(target.extent)
-
-        def eager() -> Any:
-            self._load(target, example)
-            return self._eager(target, example.live)
-
+        example, real = self._example(target.key)
         with self.pool.on_capture_stream(), torch.no_grad():
-            verdict = judge(self._keeper, replay=replay, eager=eager, tolerance=self.tolerance)
-        return verdict, first is not None and not _same_inputs(first.inputs, example.inputs)
+            part, skipped = self._smaller_example(target, smaller)
+            padded = None
+            if part is not None:
+                padded, skipped = self._judge_padded(captured, *part)
+            verdict = judge(
+                self._keeper,
+                replay=partial(self._replay, captured, example, real),
+                eager=partial(self._twin, captured, example, real),
+                tolerance=self.tolerance,
+            )
+        mismatch = padded if verdict.mismatch is None else verdict.mismatch
+        inputs, frozen = captured.seen or ({}, {})
+        report.fresh_inputs = not same_snapshot(inputs, snapshot(example.inputs, most_bytes=0))
+        report.fresh_live = not same_snapshot(frozen, snapshot(example.live, most_bytes=0)) if example.live else None
+        report.tolerated = verdict.tolerated
+        report.padded_rows, report.padded_skipped = None if part is None or skipped else part[1].tokens, skipped
+        for what, fresh in (("inputs", report.fresh_inputs), ("live data", report.fresh_live)):
+            if fresh is False:
+                _LOG.info("%s was verified with the %s of its capture: example(key) repeats them", target.where, what)
+        return mismatch
 
     def run_proven(
-        self, captured: CapturedKey[K], *, live: Mapping[str, Any], real: Extent, load: Callable[[], None]
+        self, captured: CapturedKey[K], *, live: Mapping[str, Any], real: Extent, staged: Staged
     ) -> tuple[Any, str | None]:
         """Compare the replay of a step with its eager twin, then run the one that may be trusted.
 
@@ -184,24 +236,47 @@ class GraphBuilder(Generic[K]):
             captured: The graph.
             live: Live data of the step.
             real: Real sizes of the step.
-            load: Puts the step's inputs into the static buffers and runs the hooks.
+            staged: Its inputs.
 
         Returns:
             The result's real rows, and what differs: then the result is eager's.
+
+        Raises:
+            ConcurrentReplayError: The pool is in use; nothing was changed.
         """
 
         def replay() -> Any:
-            load()
-            captured.graph.replay(live, valid_rows=real.tokens)
+            captured.graph.replay(
+                live, valid_rows=real.tokens, before=partial(self.commit, captured.target, live, staged)
+            )
             return captured.outputs.narrow(real)
 
         def eager() -> Any:
-            load()
-            return captured.outputs.cut(self._eager(captured.target, live, valid_rows=real.tokens), real)
+            with self.pool.used_by(f"the proof of a step of {captured.target.where}"):
+                self.commit(captured.target, live, staged)
+                return captured.outputs.cut(self._eager(captured.target, live, real=real), real)
 
         with torch.no_grad():
+            with self.pool.used_by(f"the proof of a step of {captured.target.where}"):
+                pass  # refused here, before the state of a step that is running is saved and put back
             verdict = judge(self._keeper, replay=replay, eager=eager, tolerance=self.tolerance)
             return (replay() if verdict.mismatch is None else eager()), verdict.mismatch
+
+    def run_staged(self, captured: CapturedKey[K], *, live: Mapping[str, Any], real: Extent, staged: Staged) -> Any:
+        """Run a step eagerly that was staged for a graph which may not be used any more.
+
+        Args:
+            captured: The graph.
+            live: Live data of the step.
+            real: Real sizes of the step.
+            staged: Its inputs.
+
+        Returns:
+            The result's real rows, the caller's own.
+        """
+        with torch.no_grad(), self.pool.used_by(f"an eager step of {captured.target.where}"):
+            self.commit(captured.target, live, staged)
+            return own(captured.outputs.cut(self._eager(captured.target, live, real=real), real))
 
     def run_unpadded(self, inputs: Mapping[str, torch.Tensor], live: Mapping[str, Any], *, extent: Extent) -> Any:
         """Run a step eagerly on its own tensors, without padding.
@@ -228,24 +303,93 @@ class GraphBuilder(Generic[K]):
         if self.work.plan is not None:
             self.work.plan(key, live, padded_rows)
 
-    def _load(self, target: Target[K], example: Example | None = None) -> Example:
-        """Plan an example and copy it into the static buffers; a new one unless one is given."""
-        example = self.work.example(target.key) if example is None else example
+    def commit(self, target: Target[K], live: Mapping[str, Any], staged: Staged) -> None:
+        """Copy a staged step into the static buffers and run the hooks; only while the pool is held.
+
+        Args:
+            target: The key of the graph.
+            live: Live data of the step.
+            staged: Its inputs.
+        """
+        self.stage.commit(staged)
+        for hook in self.work.hooks:
+            hook(target.key, live)
+
+    def _example(self, key: K) -> tuple[Example, Extent]:
+        """A new example and its real sizes, checked."""
+        example = self.work.example(key)
         try:
-            self.inputs.check(example.inputs, target.extent, where=f"the example of {target.where}")
+            real = self._extent(key, example.inputs)
+            self.inputs.check(example.inputs, real, where=f"the example of {key}")
         except ValueError as error:
-            error.add_note("an example has all rows of its key: warm-up and capture run without padding")
+            error.add_note("an example has all rows of its key: warm-up and capture run without padded tokens")
             raise
+        return example, real
+
+    def _smaller_example(self, target: Target[K], key: K | None) -> tuple[tuple[Example, Extent] | None, str]:
+        if key is None:
+            return None, "its graph is never padded"
+        try:
+            return self._example(key), ""
+        except Exception as error:
+            _LOG.info("%s was verified without padding: example(%s) failed: %s", target.where, key, error)
+            return None, f"example({key}) raised {type(error).__name__}: {error}"
+
+    def _at_other_size(self, target: Target[K], key: K) -> tuple[Any, Extent] | None:
+        """What forward returns for another number of tokens."""
+        try:
+            example, real = self._example(key)
+            self.plan(key, example.live, padded_rows=real.tokens)
+            return self.run_unpadded(self.inputs.ready(example.inputs, real), example.live, extent=real), real
+        except Exception as error:
+            if not self.inputs.has_requests:
+                return None  # as documented, then: the first axis is that of the tokens
+            raise CaptureError(
+                f"{target.where} has as many tokens as requests, {target.extent.tokens}, and forward could not be run "
+                f"for {key} to tell rows of one from rows of the other ({type(error).__name__}: {error}).",
+                why="Results are cut to the real tokens, or to the real requests.",
+                fix="Let example() make inputs for any key, or choose a max_requests that is no bucket.",
+            ) from error
+
+    def _judge_padded(self, captured: CapturedKey[K], example: Example, real: Extent) -> tuple[str | None, str]:
+        """What is wrong with the real rows of a padded step, and why that cannot be said."""
+        where = f"with {real.tokens} of {captured.target.extent.tokens} rows"
+        replay, eager = (partial(run, captured, example, real) for run in (self._replay, self._twin))
+        try:
+            verdict = judge(
+                self._keeper, replay=replay, eager=eager, tolerance=self.tolerance, compared=Compared.RESULT
+            )
+        except Exception as error:
+            try:
+                self._keeper.outcome(eager, compared=Compared.RESULT)
+            except Exception as same:  # no matter of the graph, then
+                return None, f"eager {where} raised {type(same).__name__}: {same}"
+            return f"{where}, the replay raised {type(error).__name__} and eager did not: {error}", ""
+        if verdict.mismatch is None:
+            return None, ""
+        return f"{where}: {verdict.mismatch}; does a segment read rows that a break leaves unwritten (writes=)?", ""
+
+    def _load(self, target: Target[K], example: Example) -> None:
+        """Plan an example and copy it into the static buffers."""
         self.plan(target.key, example.live, padded_rows=target.extent.tokens)
         self.stage.commit(self.stage.stage(example.inputs, target.layout))
-        return example
 
-    def _eager(self, target: Target[K], live: Mapping[str, Any], *, valid_rows: int | None = None) -> Any:
+    def _replay(self, captured: CapturedKey[K], example: Example, real: Extent) -> Any:
+        target = captured.target
+        self.plan(target.key, example.live, padded_rows=target.extent.tokens)
+        staged = self.stage.stage(example.inputs, target.layout)
+        captured.graph.replay(
+            example.live, valid_rows=real.tokens, before=partial(self.commit, target, example.live, staged)
+        )
+        return captured.outputs.narrow(real)
+
+    def _twin(self, captured: CapturedKey[K], example: Example, real: Extent) -> Any:
+        target = captured.target
+        self.plan(target.key, example.live, padded_rows=target.extent.tokens)
+        self.commit(target, example.live, self.stage.stage(example.inputs, target.layout))
+        return captured.outputs.cut(self._eager(target, example.live, real=real), real)
+
+    def _eager(self, target: Target[K], live: Mapping[str, Any], *, real: Extent) -> Any:
         """The eager twin: static buffers, padded shapes, marked functions as in a replay."""
-        rows = target.extent.tokens
-        with eager_step(live, valid_rows=rows if valid_rows is None else valid_rows, padded_rows=rows):
+        with eager_step(live, valid_rows=real.tokens, padded_rows=target.extent.tokens):
             return self.work.forward(**self.stage.buffers(target.layout), **live)
-
-
-def _same_inputs(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)

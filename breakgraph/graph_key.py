@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import numbers
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
@@ -33,9 +34,17 @@ class SampleType(enum.Enum):
 
 def _extra(pairs: Extra) -> Extra:
     """Sort by name, so that the order in which a caller lists its fields makes no second key."""
-    if not pairs:
+    if pairs == ():
         return ()
-    names = [name for name, _ in pairs]
+    try:
+        hash(tuple(pairs))
+        names = [name for name, _ in pairs]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"extra is {pairs!r}; expected pairs of a name and a hashable value ({error}).",
+            why="It is part of the key by which a graph is looked up.",
+            fix='Pass extra=(("name", value),) with values such as numbers, strings and tuples.',
+        ) from None
     if len(set(names)) != len(names):
         raise ConfigError(
             f"extra names {names} are not unique.",
@@ -67,7 +76,8 @@ class GraphKey:
         extra: What a user's own model adds, sorted by name.
 
     Raises:
-        ConfigError: A count is negative, or names in `extra` repeat.
+        ConfigError: A count is negative or no integer, there are more contexts than requests, or `extra` is not
+            pairs of a name of its own and a hashable value.
     """
 
     batch_size: int
@@ -84,15 +94,29 @@ class GraphKey:
 
     def __attrs_post_init__(self) -> None:
         # One test instead of a validator per field: a key is built at every step.
-        if (
-            self.batch_size < 0
-            or self.draft_len < 0
-            or self.num_contexts < 0
-            or self.context_query_len < 0
-            or self.num_encoder_tokens < 0
+        if not (
+            type(self.batch_size) is type(self.draft_len) is type(self.num_contexts) is int
+            and type(self.context_query_len) is type(self.num_encoder_tokens) is int
+            and 0 <= self.num_contexts <= self.batch_size
+            and self.draft_len >= 0
+            and self.context_query_len >= 0
+            and self.num_encoder_tokens >= 0
         ):
+            self._check_counts()
+
+    def _check_counts(self) -> None:
+        names = ("batch_size", "draft_len", "num_contexts", "context_query_len", "num_encoder_tokens")
+        counts = {name: getattr(self, name) for name in names}
+        fault = ""
+        if not all(isinstance(count, numbers.Integral) for count in counts.values()):
+            fault = "a count that is no integer"
+        elif min(counts.values()) < 0:
+            fault = "a negative count"
+        elif self.num_contexts > self.batch_size:
+            fault = "more context requests than requests"
+        if fault:
             raise ConfigError(
-                f"{self} has a negative count.",
+                f"GraphKey({', '.join(f'{name}={count!r}' for name, count in counts.items())}) has {fault}.",
                 why="The counts of a graph key are numbers of rows and tokens.",
                 fix="Build the key from the batch with GraphKey.for_batch.",
             )

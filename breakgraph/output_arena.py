@@ -49,13 +49,17 @@ class OutputViews:
 
     Args:
         measured: What the warm-up returned.
+        by_request: Paths of the leaves that have a row for each request; the others have one for each token.
         extent: Padded sizes of the key.
         arena: Memory for at least these bytes.
         where: Name of the key, for messages.
     """
 
-    def __init__(self, measured: _Measured, *, extent: Extent, arena: torch.Tensor, where: str) -> None:
+    def __init__(
+        self, measured: _Measured, *, by_request: frozenset[str], extent: Extent, arena: torch.Tensor, where: str
+    ) -> None:
         self._measured = measured
+        self._by_request = by_request
         self._where = where
         self._extent = extent
         self._views: dict[str, torch.Tensor] = {}
@@ -109,13 +113,13 @@ class OutputViews:
             The same structure, with views.
         """
         if isinstance(result, torch.Tensor):
-            return self._cut(result, extent)
-        return map_leaves(result, lambda _, leaf: self._cut(leaf, extent))
+            return self._cut("", result, extent)
+        return map_leaves(result, lambda path, leaf: self._cut(path, leaf, extent))
 
-    def _cut(self, leaf: Any, extent: Extent) -> Any:
+    def _cut(self, path: str, leaf: Any, extent: Extent) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        return leaf.narrow(0, 0, extent.tokens if leaf.shape[0] == self._extent.tokens else extent.requests)
+        return leaf.narrow(0, 0, extent.requests if path in self._by_request else extent.tokens)
 
 
 class OutputArena:
@@ -129,8 +133,11 @@ class OutputArena:
         self._device = device
         self._arena: torch.Tensor | None = None
         self._measured: dict[Any, _Measured] = {}
+        self._by_request: dict[Any, frozenset[str]] = {}
 
-    def measure(self, key: Any, result: Any, *, extent: Extent, where: str) -> None:
+    def measure(
+        self, key: Any, result: Any, *, extent: Extent, where: str, other: tuple[Any, Extent] | None = None
+    ) -> None:
         """Note what the eager warm-up of a key returned.
 
         Args:
@@ -138,6 +145,8 @@ class OutputArena:
             result: What forward returned.
             extent: Padded sizes of the key.
             where: Name of the key, for messages.
+            other: What forward returned for another token count, and its sizes: tells tokens from requests where a
+                key has as many of one as of the other.
 
         Raises:
             CaptureError: A leaf is no tensor, lies elsewhere, or has no row axis in front.
@@ -149,7 +158,13 @@ class OutputArena:
                     why="Results of a graph lie in fixed memory on its device.",
                     fix="Return what the device computed, and copy it after the launch.",
                 )
-        self._measured[key] = _describe(result, extent=extent, where=where)
+        measured = self._measured[key] = _describe(result, extent=extent, where=where)
+        rows = {path: leaf.shape[0] for path, leaf in measured.leaves.items()}
+        by_request = {path for path, count in rows.items() if count != extent.tokens}
+        if other is not None:
+            found, count = dict(flatten(other[0])[0]), other[1].requests
+            by_request |= {path for path in rows if _is_by_request(found.get(path), requests=count)}
+        self._by_request[key] = frozenset(by_request)
 
     def views(self, key: Any, *, extent: Extent, where: str) -> OutputViews:
         """Lay the results of a key out in the arena, which is allocated on the first call.
@@ -167,7 +182,9 @@ class OutputArena:
             # A second, larger one may come with a later capture window; older graphs go on with the first.
             with torch.inference_mode(mode=False):
                 self._arena = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
-        return OutputViews(self._measured[key], extent=extent, arena=self._arena, where=where)
+        return OutputViews(
+            self._measured[key], by_request=self._by_request[key], extent=extent, arena=self._arena, where=where
+        )
 
 
 def _describe(result: Any, *, extent: Extent, where: str) -> _Measured:
@@ -193,6 +210,10 @@ def _describe(result: Any, *, extent: Extent, where: str) -> _Measured:
         leaves[path] = _Leaf(tuple(leaf.shape), leaf.dtype, end)
         end += math.ceil(leaves[path].nbytes / _ALIGNMENT) * _ALIGNMENT
     return _Measured(leaves, nodes, end)
+
+
+def _is_by_request(leaf: Any, *, requests: int) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == requests
 
 
 def _at(path: str) -> str:

@@ -23,12 +23,12 @@ class Verify(enum.Enum):
     FIRST = "first"
     """Once, before it is published."""
     ALWAYS = "always"
-    """At every step as well: slow, for debugging."""
+    """At every step as well, which then runs forward and its breaks three times: for debugging."""
     NEVER = "never"
 
 
 class CheckAddresses(enum.Enum):
-    """When the addresses of static inputs, parameters and buffers are compared with those of the capture."""
+    """When addresses are compared with those of the capture: static inputs, parameters, buffers, tensors of live data."""
 
     FIRST = "first"
     """Before the first replay of each graph."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ class PrefillRunner(GraphRunner[PrefillKey]):
         inputs: Declared inputs. `TOKENS` is the bucket, `REQUESTS` is `max_requests`.
         buckets: Token counts to capture.
         example: Returns inputs and live data for a key, for as many tokens as the key has (and `max_requests`
-            requests, or fewer); other values at each call. Called for warm-up, capture and verification.
+            requests, or fewer); other values at each call. Called for warm-up, capture and verification, which asks
+            for fewer tokens than the bucket as well.
         device: Device of model and inputs.
         max_requests: Most requests in a step.
         extras: Values of `PrefillKey.extra` to capture each bucket for.
@@ -45,7 +47,7 @@ class PrefillRunner(GraphRunner[PrefillKey]):
         gates: The caller's gates.
         override: Names of soft gates to leave out.
         verify: "first": a graph is published when one replay of it equals eager, bit for bit. "always": every
-            step is compared, slow. "never".
+            step is compared, at three runs of its forward and of each break. "never".
         tolerance: Used only where eager differs from itself.
         check_addresses: "first": before the first replay of each graph; "always"; "never".
         fallback: "allow", or "error": a step that cannot use a graph is a NoGraphError.
@@ -139,12 +141,8 @@ class PrefillRunner(GraphRunner[PrefillKey]):
             StaticInputError: An input differs from its declaration, or size is below 1.
             NoGraphError: No graph can be used, with `fallback="error"`.
         """
-        if size < 1:
-            raise StaticInputError(
-                f"size is {size}; expected 1 or more.",
-                why="A step without tokens has nothing to compute.",
-                fix="Do not run a step for an empty batch.",
-            )
+        if type(size) is not int or size < 1:
+            size = _checked_size(size)
         requests = self._inputs.requests(inputs, most=self._max_requests, where="a prefill step")
         return self._prepare(inputs, key=PrefillKey(size, extra), extent=Extent(size, requests), live=live)
 
@@ -175,6 +173,14 @@ class PrefillRunner(GraphRunner[PrefillKey]):
     def _extent(self, key: PrefillKey) -> Extent:
         return Extent(key.tokens, self._max_requests)
 
+    def _extent_of_example(self, key: PrefillKey, inputs: Mapping[str, torch.Tensor]) -> Extent:
+        return Extent(key.tokens, self._inputs.requests(inputs, most=self._max_requests, where=f"an example of {key}"))
+
+    def _smaller(self, key: PrefillKey) -> Iterator[PrefillKey]:
+        for tokens in dict.fromkeys((key.tokens * 2 // 3, key.tokens - 1)):
+            if tokens > 0:
+                yield PrefillKey(tokens, key.extra)
+
     def _size(self, key: PrefillKey) -> tuple[int, ...]:
         return (key.tokens,)
 
@@ -193,3 +199,18 @@ class PrefillRunner(GraphRunner[PrefillKey]):
 
     def _after_capture(self) -> None:
         return None
+
+
+def _checked_size(size: Any) -> int:
+    """Accept what is an integer without rounding, such as a numpy scalar, from 1 on."""
+    try:
+        count = operator.index(size)
+    except TypeError:
+        count = 0
+    if count < 1:
+        raise StaticInputError(
+            f"size is {size!r}; expected an integer, 1 or more.",
+            why="It is the number of real token rows, and a step without tokens has nothing to compute.",
+            fix="Pass size=len(token_ids), and do not run a step for an empty batch.",
+        )
+    return count

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import abc
 import logging
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -21,10 +22,10 @@ from breakgraph.errors import CaptureError, NoGraphError
 from breakgraph.gates import Gates, Refusal
 from breakgraph.graph_builder import CapturedKey, Example, GraphBuilder, Target, Work
 from breakgraph.policy import CheckAddresses, Fallback, Policy, Verify
-from breakgraph.staging import Layout, Staged
+from breakgraph.staging import Layout
 from breakgraph.static_buffers import Extent, InputSet, StaticInput
 from breakgraph.statistics import KeyReport, Reason, RunnerStatistics
-from breakgraph.step import NOTHING, Prepared, Result
+from breakgraph.step import NOTHING, LiveNames, Prepared, Result
 from breakgraph.verification import own
 
 __all__ = ["Example", "GraphRunner", "Policy", "Prepared", "Result", "Work"]
@@ -53,7 +54,10 @@ class GraphRunner(abc.ABC, Generic[K]):
         self.dropped: dict[K, str] = {}
         self._policy = policy
         self._inputs = InputSet(inputs, device=device)
-        self._builder = GraphBuilder(work, inputs=self._inputs, tolerance=policy.tolerance)
+        self._live_names = LiveNames.of(work.forward, inputs=[declared.name for declared in self._inputs.all])
+        self._builder = GraphBuilder(
+            work, inputs=self._inputs, tolerance=policy.tolerance, extent=self._extent_of_example
+        )
         self._gates = Gates(policy.gates, override=policy.override)
         self._window = CaptureWindow()
         self._watch: AddressWatch | None = None
@@ -73,6 +77,14 @@ class GraphRunner(abc.ABC, Generic[K]):
         """The padded sizes of a key."""
 
     @abc.abstractmethod
+    def _extent_of_example(self, key: K, inputs: Mapping[str, torch.Tensor]) -> Extent:
+        """The real sizes of an example, which may have fewer requests than its key has room for."""
+
+    @abc.abstractmethod
+    def _smaller(self, key: K) -> Iterator[K]:
+        """Keys of fewer rows, to try in this order."""
+
+    @abc.abstractmethod
     def _size(self, key: K) -> tuple[int, ...]:
         """What memory a key's graph takes, for comparison."""
 
@@ -83,6 +95,10 @@ class GraphRunner(abc.ABC, Generic[K]):
     @abc.abstractmethod
     def _padding(self, key: K, captured: CapturedKey[K]) -> Mapping[str, torch.Tensor] | Refusal | None:
         """The rows of one padding request for this step, None where the rules of the inputs suffice."""
+
+    def _padding_turn(self) -> int:
+        """Changes whenever padding requests are given back."""
+        return 0
 
     @abc.abstractmethod
     def _after_capture(self) -> None:
@@ -102,7 +118,8 @@ class GraphRunner(abc.ABC, Generic[K]):
         """Run every key eagerly, then capture, prove and publish each, largest first.
 
         A key that fails is dropped with its reason (`dropped`), the others go on. Keys captured before are
-        left alone, dropped ones are tried again. Costs two forwards for each key, and three more to verify it.
+        left alone, dropped ones are tried again. Random generators are left as they were. Costs two forwards for each
+        key, and four more to verify it: replay and eager twin of a full example and of one with fewer rows.
 
         Raises:
             CaptureError: Outside the capture window.
@@ -112,6 +129,10 @@ class GraphRunner(abc.ABC, Generic[K]):
         if not self._policy.enabled:
             _LOG.info("the runner is disabled: nothing is captured")
             return
+        with self._builder.generators_kept():
+            self._capture_missing()
+
+    def _capture_missing(self) -> None:
         layouts = {key: Layout(self._inputs, self._extent(key)) for key in self._keys}
         self._builder.stage.reserve(layouts.values())
         if self._watch is not None:
@@ -122,25 +143,28 @@ class GraphRunner(abc.ABC, Generic[K]):
         made: dict[K, CapturedKey[K]] = {}
 
         def capture(key: K) -> None:
-            self._watch_addresses()
+            watch = self._watch_addresses()
             made[key] = self._builder.capture(targets[key])
+            watch.note_live(key, made[key].live)
             if self._policy.verify is Verify.NEVER:
                 self._publish(key, made.pop(key))
 
         def verify(key: K) -> None:
-            captured = made.pop(key)
+            captured, watch = made.pop(key), self._watch_addresses()
             try:
                 self._prove(captured)
             except BaseException:
                 captured.graph.reset()
+                watch.note_live(key, {})
                 raise
+            watch.forget_rebound_live(key)
             self._publish(key, captured)
 
         self._routes.clear()
         self.dropped = two_passes(
             wanted,
             work=KeyWork(
-                warm_up=lambda key: self._builder.warm_up(targets[key]),
+                warm_up=lambda key: self._builder.warm_up(targets[key], other=self._other_count(key)),
                 capture=capture,
                 verify=None if self._policy.verify is Verify.NEVER else verify,
             ),
@@ -149,42 +173,52 @@ class GraphRunner(abc.ABC, Generic[K]):
         )
         self._after_capture()
 
-    def _watch_addresses(self) -> None:
+    def _other_count(self, key: K) -> K | None:
+        """A key that tells rows of tokens from rows of requests, where this one has as many of each; else None."""
+
+        def alike(key: K) -> bool:
+            extent = self._extent(key)
+            return extent.tokens == extent.requests
+
+        return next((other for other in self._smaller(key) if not alike(other)), None) if alike(key) else None
+
+    def _watch_addresses(self) -> AddressWatch:
         """Note all addresses before the first capture, when warm-up has grown what grows; later, compare them."""
         if self._watch is None:
             watched = {"arena of static inputs": self._builder.stage.arena, **self._inputs.device_fed}
             self._watch = AddressWatch(self._policy.modules, tensors=watched)
         else:
             self._watch.check()
+        return self._watch
 
     def _prove(self, captured: CapturedKey[K]) -> None:
-        verdict, fresh = self._builder.verify(captured)
-        report = self.statistics.reports[captured.target.key]
-        report.fresh_inputs, report.tolerated = fresh, verdict.tolerated
-        if not fresh:
-            _LOG.info(
-                "%s was verified with the inputs of its capture: example(key) repeats itself", captured.target.where
-            )
-        if verdict.mismatch is not None:
+        key = captured.target.key
+        smaller = next((other for other in self._smaller(key) if self._round_up(other) == key), None)
+        mismatch = self._builder.verify(captured, smaller=smaller, report=self.statistics.reports[key])
+        if mismatch is not None:
             raise CaptureError(
-                f"{captured.target.where}: {verdict.mismatch}.",
+                f"{captured.target.where}: {mismatch}.",
                 why="The graph would serve wrong results, silently.",
-                fix="Look for work that depends on host data and is not in a break, or for state missing in state=.",
+                fix="Look for work on host data outside a break, for state missing in state=, for rows missing in writes=.",
             )
 
     def _publish(self, key: K, captured: CapturedKey[K]) -> None:
-        captured.example = None
+        captured.live, captured.seen = NOTHING, None
         self._captured[key] = captured
 
     def clear(self) -> None:
-        """Give all graphs and their pool back; until the next capture every step runs eagerly. Syncs the host."""
+        """Give all graphs and their pool back; until the next capture every step runs eagerly. Syncs the host.
+
+        Steps prepared for a graph before can no longer be launched. Padding requests stay held, since the next
+        capture needs them: `DecodeRunner.release_dummies()` gives them back.
+        """
         for captured in self._captured.values():
             captured.graph.reset()
         self._captured.clear()
         self._routes.clear()
         self.dropped.clear()
         self._watch = None
-        self._builder = GraphBuilder(self._builder.work, inputs=self._inputs, tolerance=self._policy.tolerance)
+        self._builder = self._builder.fresh()
 
     @property
     def graphs(self) -> Mapping[K, BreakableCUDAGraph]:
@@ -197,7 +231,7 @@ class GraphRunner(abc.ABC, Generic[K]):
         return self._builder.pool
 
     def suspend(self, reason: Reason = Reason.DISABLED) -> AbstractContextManager[None]:
-        """Run every step inside a `with` block eagerly.
+        """Run every step that is launched inside a `with` block eagerly, also one prepared for a graph before.
 
         Args:
             reason: What the steps are counted under.
@@ -220,7 +254,7 @@ class GraphRunner(abc.ABC, Generic[K]):
     ) -> Prepared[K]:
         """Do all host work of a step."""
         self._inputs.check(inputs, extent, where=type(self).__name__)
-        live = NOTHING if live is None else live
+        live = self._live_names.taken(live)
         captured: CapturedKey[K] | None = None
         padding: Mapping[str, torch.Tensor] | None = None
         if refusal is None:
@@ -235,7 +269,8 @@ class GraphRunner(abc.ABC, Generic[K]):
         target = captured.target
         self._builder.plan(target.key, live, padded_rows=target.extent.tokens)
         staged = self._builder.stage.stage(inputs, target.layout, dummy=padding)
-        return Prepared(target.key, extent, live, None, captured, staged)
+        turn = None if padding is None else self._padding_turn()
+        return Prepared(target.key, extent, live, None, self._builder, captured, staged, padding_turn=turn)
 
     def _choose(
         self, key: K, live: Mapping[str, Any]
@@ -272,68 +307,78 @@ class GraphRunner(abc.ABC, Generic[K]):
         self, inputs: Mapping[str, torch.Tensor], *, key: K, extent: Extent, live: Mapping[str, Any], refusal: Refusal
     ) -> Prepared[K]:
         if self._policy.fallback is Fallback.ERROR:
-            raise NoGraphError(
-                f"a step of {extent.tokens} tokens cannot use a graph ({refusal.name}): {refusal.detail}.",
-                why='It would run eagerly, and fallback="error" forbids that.',
-                fix='Capture its key, or pass fallback="allow".',
-            )
+            raise refusal.error(rows=extent.tokens)
         self._builder.plan(key, live, padded_rows=extent.tokens)
-        return Prepared(None, extent, live, refusal, inputs=self._inputs.ready(inputs, extent))
+        return Prepared(None, extent, live, refusal, self._builder, inputs=self._inputs.ready(inputs, extent))
 
     def launch(self, prepared: Prepared[K], *, copy: bool = False) -> Result[K]:
         """Put a prepared step on the current stream. Never waits for the device, unless a break does.
+
+        With `verify="always"` forward and breaks run three times: replay, eager twin, and the one that is returned.
+        Autocast that was on around `capture()` is on in replays, not in eager steps: put it inside forward.
 
         Args:
             prepared: What `prepare` returned.
             copy: Return own tensors instead of views that the next launch overwrites.
 
         Returns:
-            Its result.
+            Its result. A step whose graph was dropped or suspended since runs eagerly, at the padded shape.
 
         Raises:
             MovedBufferError: A watched tensor is not where it was at capture; nothing was run.
-            ReplayError: Two later steps were prepared since, or the graph refused.
+            NoGraphError: Its graph was dropped or suspended since, with `fallback="error"`.
+            ReplayError: Two later steps were prepared since; it is of another runner or from before `clear()`; its
+                padding request was given back; or the graph refused. Nothing was run.
         """
         if torch.is_grad_enabled():
             # Graphs were captured without; entering their modes in the replay would cost more.
             with torch.no_grad():
                 return self.launch(prepared, copy=copy)
-        captured, staged = prepared.captured, prepared.staged
+        builder, captured, staged = self._builder, prepared.captured, prepared.staged
+        prepared.check(builder, padding_turn=self._padding_turn())
         if captured is None or staged is None:
             return self._launch_eager(prepared)
-        self._check_addresses(captured)
-        real = prepared.extent
+        target, live, real = captured.target, prepared.live, prepared.extent
+        if (refusal := self._withdrawn(captured)) is not None:
+            if self._policy.fallback is Fallback.ERROR:
+                raise refusal.error(rows=real.tokens)
+            output = builder.run_staged(captured, live=live, real=real, staged=staged)
+            return self._count_eager(output, refusal=refusal, rows=real.tokens)
+        self._check_addresses(captured, live)
         if self._policy.verify is Verify.ALWAYS:
-            output, mismatch = self._builder.run_proven(
-                captured, live=prepared.live, real=real, load=lambda: self._load(prepared, captured, staged)
-            )
+            output, mismatch = builder.run_proven(captured, live=live, real=real, staged=staged)
             if mismatch is not None:
                 return self._drop(captured, output=own(output), mismatch=mismatch, rows=real.tokens)
         else:
-            self._load(prepared, captured, staged)
-            captured.graph.replay(prepared.live, valid_rows=real.tokens)
+            captured.graph.replay(live, valid_rows=real.tokens, before=partial(builder.commit, target, live, staged))
             output = captured.outputs.narrow(real)
-        self.statistics.count_replay(captured.target.key, real=real.tokens, padded=captured.target.extent.tokens)
-        return Result(own(output) if copy else output, True, captured.target.key, None)
+        self.statistics.count_replay(target.key, real=real.tokens, padded=target.extent.tokens)
+        return Result(own(output) if copy else output, True, target.key, None)
 
-    def _load(self, prepared: Prepared[K], captured: CapturedKey[K], staged: Staged) -> None:
-        self._builder.stage.commit(staged)
-        for hook in self._builder.work.hooks:
-            hook(captured.target.key, prepared.live)
+    def _withdrawn(self, captured: CapturedKey[K]) -> Refusal | None:
+        """Why a graph that was there in `prepare` may not be used now."""
+        key = captured.target.key
+        if self._captured.get(key) is not captured:
+            return Refusal.of(Reason.DROPPED, f"{self._name(key)}: {self.dropped.get(key, 'captured again since')}")
+        return self._gates.suspension()
 
-    def _check_addresses(self, captured: CapturedKey[K]) -> None:
+    def _check_addresses(self, captured: CapturedKey[K], live: Mapping[str, Any]) -> None:
         when = self._policy.check_addresses
         if when is CheckAddresses.NEVER or (when is CheckAddresses.FIRST and captured.addresses_checked):
             return
         if self._watch is not None:
             self._watch.check()
+            self._watch.check_live(captured.target.key, live)
         captured.addresses_checked = True
 
     def _launch_eager(self, prepared: Prepared[K]) -> Result[K]:
         refusal = prepared.refusal
         assert refusal is not None
         output = self._builder.run_unpadded(prepared.inputs, prepared.live, extent=prepared.extent)
-        self.statistics.count_eager(refusal.name, rows=prepared.extent.tokens)
+        return self._count_eager(output, refusal=refusal, rows=prepared.extent.tokens)
+
+    def _count_eager(self, output: Any, *, refusal: Refusal, rows: int) -> Result[K]:
+        self.statistics.count_eager(refusal.name, rows=rows)
         return Result(output, False, None, refusal.reason, refusal.detail)
 
     def _drop(self, captured: CapturedKey[K], *, output: Any, mismatch: str, rows: int) -> Result[K]:
@@ -343,12 +388,10 @@ class GraphRunner(abc.ABC, Generic[K]):
         self._captured.pop(key, None)
         self.dropped[key] = mismatch
         captured.graph.reset()
-        refusal = Refusal.of(Reason.DROPPED, mismatch)
         if self._policy.fallback is Fallback.ERROR:
             raise NoGraphError(
                 f"{captured.target.where} was dropped: {mismatch}.",
                 why='Its step ran eagerly, and fallback="error" forbids that.',
                 fix="Find what the graph does not see: host data outside breaks, moved tensors.",
             )
-        self.statistics.count_eager(refusal.name, rows=rows)
-        return Result(output, False, None, refusal.reason, refusal.detail)
+        return self._count_eager(output, refusal=Refusal.of(Reason.DROPPED, mismatch), rows=rows)

@@ -262,7 +262,7 @@ class InputStage:
                 if not source.is_cpu:
                     on_device.append((index, source, rows))
                     continue
-                if array is None or rows is not None:
+                if array is None or rows is not None or source.is_neg():  # numpy knows no negative bit
                     field.write(view, source, dummy=rows)
                 else:
                     field.write_array(array, source.numpy())

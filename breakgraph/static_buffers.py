@@ -9,8 +9,10 @@ beyond the real ones by the declared padding rule.
 from __future__ import annotations
 
 import enum
+import keyword
+import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -119,8 +121,8 @@ class Pad:
         return cls(PadKind.KEEP_OUT, null_index)
 
 
-def _shape(lengths: Iterable[int | Axis]) -> tuple[int | Axis, ...]:
-    return tuple(lengths)
+def _shape(lengths: Any) -> Any:
+    return tuple(lengths) if isinstance(lengths, Iterable) and not isinstance(lengths, str) else lengths
 
 
 @attrs.frozen(eq=False)
@@ -158,9 +160,16 @@ class StaticInput:
             )
 
     def _problem(self) -> str | None:
-        if not self.name.isidentifier():
+        given: Any = self  # callers without a type checker give anything
+        name, shape, dtype, pad, source = given.name, given.shape, given.dtype, given.pad, given.source
+        if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
             return "the name is not an identifier, so forward cannot have a parameter of that name"
-        source: str = self.source
+        if not isinstance(shape, tuple):
+            return f"shape is {shape!r}; expected a tuple of lengths"
+        if odd := [length for length in shape if type(length) is not int and not isinstance(length, Axis)]:
+            return f"shape has lengths {odd}; expected integers, TOKENS or REQUESTS"
+        if not isinstance(dtype, torch.dtype):
+            return f"dtype is {dtype!r}; expected a torch.dtype"
         if source not in ("host", "device"):
             return f"source is {source!r}; expected 'host' or 'device'"
         if source == "device":
@@ -169,8 +178,10 @@ class StaticInput:
             return "a buffer was given; only source='device' takes one"
         if sum(isinstance(length, Axis) for length in self.shape) > 1:
             return f"shape {self.shape_text} has more than one symbolic axis"
-        if any(isinstance(length, int) and length < 0 for length in self.shape):
-            return f"shape {self.shape_text} has a negative length"
+        if any((length if isinstance(length, int) else length.offset) < 0 for length in self.shape):
+            return f"shape {self.shape_text} has a negative length or offset"
+        if not isinstance(pad, Pad):
+            return f"pad is {pad!r}; expected a padding rule such as Pad.zero()"
         for what, value in (("padding value", self.pad.fill), ("default", self.default)):
             if not isinstance(value, Missing) and not _fits(value, self.dtype):
                 return f"the {what} {value!r} is not representable in {self.dtype}"
@@ -179,6 +190,8 @@ class StaticInput:
     def _device_problem(self) -> str | None:
         if self.buffer is None:
             return "source='device' needs buffer=, the tensor that the steps write"
+        if not isinstance(self.buffer, torch.Tensor) or self.buffer.layout is not torch.strided:
+            return f"buffer is a {type(self.buffer).__name__}; expected a dense tensor"
         if self.default is not MISSING:
             return "source='device' takes no default: nothing is ever copied into it"
         if self.shape and tuple(self.buffer.shape) != self.shape:
@@ -207,11 +220,15 @@ class StaticInput:
         return tuple([length if isinstance(length, int) else length.length(extent) for length in self.shape])
 
 
-def _fits(value: float | int | bool, dtype: torch.dtype) -> bool:
+def _fits(value: Any, dtype: torch.dtype) -> bool:
+    if dtype.is_complex:
+        return isinstance(value, (bool, int, float, complex))
+    if not isinstance(value, (bool, int, float)):
+        return False
     if dtype is torch.bool:
-        return isinstance(value, bool) or value in (0, 1)
-    if dtype.is_floating_point or dtype.is_complex:
-        return True
+        return value in (0, 1)
+    if dtype.is_floating_point:
+        return not math.isfinite(value) or abs(value) <= torch.finfo(dtype).max
     if isinstance(value, float) and not value.is_integer():
         return False
     limits = torch.iinfo(dtype)
@@ -238,6 +255,7 @@ class InputSet:
         self._by_request = tuple(
             (d, position, axis) for d, position, axis in axes if isinstance(axis, Axis) and axis.of == "REQUESTS"
         )
+        self.has_requests = bool(self._by_request)
         names = [declared.name for declared in self.all]
         if len(set(names)) != len(names):
             raise ConfigError(
@@ -245,13 +263,13 @@ class InputSet:
                 why="forward receives them by keyword.",
                 fix="Give each input its own name.",
             )
-        for name, buffer in self.device_fed.items():
-            if buffer.device != device:
-                raise ConfigError(
-                    f"the buffer of device-fed input {name!r} is on {buffer.device}; the runner is on {device}.",
-                    why="The graph reads and writes it by address.",
-                    fix="Allocate it on the runner's device.",
-                )
+        odd = {name: buffer.device for name, buffer in self.device_fed.items() if buffer.device != device}
+        if odd:
+            raise ConfigError(
+                f"buffers of device-fed inputs are on {odd}; the runner is on {device}.",
+                why="The graph reads and writes them by address.",
+                fix="Allocate them on the runner's device.",
+            )
 
     def requests(self, inputs: Mapping[str, torch.Tensor], *, most: int, where: str) -> int:
         """Read the real number of requests off the first given input that has a REQUESTS axis.
@@ -267,6 +285,7 @@ class InputSet:
         Raises:
             StaticInputError: More requests than `most`, or less than none.
         """
+        self._check_kind(inputs, where)
         for declared, position, axis in self._by_request:
             tensor = inputs.get(declared.name)
             if not isinstance(tensor, torch.Tensor) or tensor.dim() <= position:
@@ -294,6 +313,7 @@ class InputSet:
             StaticInputError: An input is missing and has no default, is unknown, is not a tensor, or has
                 another shape, dtype or device. Costs about 0.6 us per input.
         """
+        self._check_kind(inputs, where)
         found = 0
         for declared in self.copied:
             tensor = inputs.get(declared.name)
@@ -306,6 +326,7 @@ class InputSet:
                 isinstance(tensor, torch.Tensor)
                 and tensor.shape == declared.resolve(extent)
                 and tensor.dtype is declared.dtype
+                and tensor.layout is torch.strided
                 and (tensor.is_cpu or tensor.device == self.device)
             ):
                 self._refuse(declared, tensor, extent, where)
@@ -337,18 +358,26 @@ class InputSet:
                 tensor = tensor.to(self.device, copy=True)
             yield declared.name, tensor
 
+    def _check_kind(self, inputs: Any, where: str) -> None:
+        if type(inputs) is dict or isinstance(inputs, Mapping):  # the first is ten times as fast
+            return
+        raise StaticInputError(
+            f"the inputs of {where} are a {type(inputs).__name__}; expected a mapping of names to tensors.",
+            why="Each declared input has a static buffer of its own.",
+            fix=f"Pass one tensor for each of {[declared.name for declared in self.copied]}.",
+        )
+
     def _refuse_absent(self, declared: StaticInput, inputs: Mapping[str, torch.Tensor], where: str) -> None:
-        given = "is None" if declared.name in inputs else f"is missing; given: {sorted(inputs)}"
-        fix = "Omit it to use its default." if declared.default is not MISSING else "Give it, or declare a default."
+        given = "is None" if declared.name in inputs else f"is missing; given: {sorted(inputs, key=str)}"
         raise StaticInputError(
             f"input {declared.name!r} of {where} {given}.",
             why="Its static buffer would keep the values of an earlier step.",
-            fix=fix,
+            fix="Give it, or omit it where its declaration has a default.",
         )
 
     def _refuse_unknown(self, inputs: Mapping[str, torch.Tensor], where: str) -> None:
         known = [declared.name for declared in self.copied]
-        unknown = sorted(set(inputs) - set(known))
+        unknown = [name for name in inputs if name not in known]
         fed = [name for name in unknown if name in self.device_fed]
         raise StaticInputError(
             f"{where} got inputs {unknown}; declared are {known}.",
@@ -360,7 +389,8 @@ class InputSet:
         expected = f"shape {declared.resolve(extent)}, {declared.dtype}, on {self.device} or the host"
         got = type(tensor).__name__
         if isinstance(tensor, torch.Tensor):
-            got = f"shape {tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device}"
+            dense = "" if tensor.layout is torch.strided else f"{tensor.layout}, "
+            got = f"shape {tuple(tensor.shape)}, {dense}{tensor.dtype}, on {tensor.device}"
         raise StaticInputError(
             f"input {declared.name!r} of {where} has {got}; expected {expected} (declared {declared.shape_text}).",
             why="copy_ would broadcast or cast it into the static buffer, silently.",

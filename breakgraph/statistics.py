@@ -42,12 +42,19 @@ class KeyReport:
     Attributes:
         seconds: Time spent in each phase, seconds.
         fresh_inputs: Whether verification used other inputs than the capture; None when it did not run.
+        fresh_live: The same of live data; None without any. The proof cannot see live data that is frozen in a
+            segment when the example repeats it.
         tolerated: Whether eager differed from itself and the declared tolerance was applied.
+        padded_rows: Real rows of the padded step that was verified too; None when there was none.
+        padded_skipped: Why there was none.
     """
 
     seconds: dict[CapturePhase, float] = attrs.field(factory=dict)
     fresh_inputs: bool | None = None
+    fresh_live: bool | None = None
     tolerated: bool = False
+    padded_rows: int | None = None
+    padded_skipped: str = ""
 
 
 @attrs.define

@@ -7,16 +7,34 @@ generators are the same before both runs, and what each run leaves in the state 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import dataclasses
+import enum
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import attrs
+import numpy as np
 import torch
 
 from breakgraph.structure import flatten, map_leaves
 
-__all__ = ["Outcome", "StateKeeper", "Tolerance", "Verdict", "difference", "judge"]
+__all__ = [
+    "Compared",
+    "Outcome",
+    "Path",
+    "Snapshot",
+    "StateKeeper",
+    "Tolerance",
+    "Verdict",
+    "difference",
+    "judge",
+    "live_leaves",
+    "same_snapshot",
+    "snapshot",
+]
+
+_SNAPSHOT_BYTES = 1 << 20  # larger tensors of live data are compared by identity: they may be whole caches
 
 R = TypeVar("R")
 
@@ -55,6 +73,14 @@ class Verdict:
     tolerated: bool = False
 
 
+class Compared(enum.Enum):
+    """What of two runs is compared."""
+
+    ALL = "result and state"
+    RESULT = "result"
+    """Padding rows all write one null slot, in no order, so a padded step's state need not repeat."""
+
+
 class StateKeeper:
     """Saves and restores what a forward mutates: declared state, and random generators.
 
@@ -86,12 +112,26 @@ class StateKeeper:
         Args:
             saved: What `save` returned.
         """
-        with torch.inference_mode():  # the one mode in which normal and inference tensors may both be written
-            for item, copy in zip(self.state, saved, strict=True):
-                if isinstance(item, torch.Tensor):
+        for item, copy in zip(self.state, saved, strict=True):
+            if isinstance(item, torch.Tensor):
+                with torch.inference_mode():  # the one mode in which normal and inference tensors may both be written
                     item.copy_(copy)
-                else:
-                    item.restore(copy)
+            else:  # in the mode of its `save()`: what it allocates here, breaks must be able to write
+                item.restore(copy)
+
+    @contextmanager
+    def generators_kept(self) -> Iterator[None]:
+        """Put the generators back at the end, whatever happens inside.
+
+        Yields:
+            Nothing.
+        """
+        seeds = [generator.get_state() for generator in self.generators]
+        try:
+            yield
+        finally:
+            for generator, seed in zip(self.generators, seeds, strict=True):
+                generator.set_state(seed)
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
@@ -101,26 +141,25 @@ class StateKeeper:
             Nothing.
         """
         saved = self.save()
-        seeds = [generator.get_state() for generator in self.generators]
-        try:
-            yield
-        finally:
-            self.restore(saved)
-            for generator, seed in zip(self.generators, seeds, strict=True):
-                generator.set_state(seed)
+        with self.generators_kept():
+            try:
+                yield
+            finally:
+                self.restore(saved)
 
-    def outcome(self, run: Callable[[], Any]) -> Outcome:
+    def outcome(self, run: Callable[[], Any], *, compared: Compared = Compared.ALL) -> Outcome:
         """Run something from the present state and put the state back.
 
         Args:
             run: Returns a structure of tensors.
+            compared: Whether the state that it leaves is wanted.
 
         Returns:
             Copies of its result and of the state that it left.
         """
         with self.preserved():
             result = own(run())
-            return Outcome(result, self.save())
+            return Outcome(result, self.save() if compared is Compared.ALL else [])
 
 
 def own(result: R) -> R:
@@ -129,7 +168,12 @@ def own(result: R) -> R:
 
 
 def judge(
-    keeper: StateKeeper, *, replay: Callable[[], Any], eager: Callable[[], Any], tolerance: Tolerance | None
+    keeper: StateKeeper,
+    *,
+    replay: Callable[[], Any],
+    eager: Callable[[], Any],
+    tolerance: Tolerance | None,
+    compared: Compared = Compared.ALL,
 ) -> Verdict:
     """Compare a replay with its eager twin, bit for bit.
 
@@ -140,15 +184,16 @@ def judge(
         replay: Replays the graph.
         eager: Runs the eager twin on the same inputs.
         tolerance: Declared tolerance.
+        compared: What is compared.
 
     Returns:
         The verdict.
     """
-    replayed, expected = keeper.outcome(replay), keeper.outcome(eager)
+    replayed, expected = keeper.outcome(replay, compared=compared), keeper.outcome(eager, compared=compared)
     mismatch = difference(replayed, expected)
     if mismatch is None:
         return Verdict(None)
-    unstable = difference(keeper.outcome(eager), expected)
+    unstable = difference(keeper.outcome(eager, compared=compared), expected)
     if unstable is None:
         return Verdict(f"the replay differs from eager: {mismatch}")
     if tolerance is None:
@@ -159,6 +204,89 @@ def judge(
     return Verdict(
         None if mismatch is None else f"the replay differs from eager by more than {tolerance}: {mismatch}", True
     )
+
+
+Path = tuple[tuple[str, Any], ...]
+"""Where a leaf of live data lies: pairs of "." and an attribute's name, or "[" and an item's key."""
+
+
+def live_leaves(live: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
+    """Walk live data: its values, their attributes and items, and those of these.
+
+    Args:
+        live: Live data by name.
+
+    Yields:
+        The path of a leaf, such as `(("[", "meta"), (".", "table"))`, and the leaf.
+    """
+    for name, value in live.items():
+        yield from _leaves(value, (("[", name),), depth=2)
+
+
+def _leaves(value: Any, path: Path, *, depth: int) -> Iterator[tuple[Path, Any]]:
+    children = _parts(value) if depth else None
+    if children is None:
+        yield path, value
+        return
+    for step, child in children:
+        yield from _leaves(child, (*path, step), depth=depth - 1)
+
+
+def _parts(value: Any) -> list[tuple[tuple[str, Any], Any]] | None:
+    if isinstance(value, (torch.Tensor, torch.nn.Module, np.ndarray, type, str, bytes, int, float, enum.Enum)):
+        return None  # of a module, `modules=` watches everything
+    if isinstance(value, Mapping):
+        return [(("[", key), child) for key, child in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [(("[", index), child) for index, child in enumerate(value)]
+    names = dict.fromkeys(getattr(value, "__dict__", ()))
+    for kind in type(value).__mro__:
+        names.update((name, None) for name, held in vars(kind).items() if isinstance(held, torch.Tensor))
+    if attrs.has(type(value)):
+        names.update(dict.fromkeys(field.name for field in attrs.fields(type(value))))
+    elif dataclasses.is_dataclass(value):
+        names.update(dict.fromkeys(field.name for field in dataclasses.fields(value)))
+    return [((".", name), getattr(value, name, None)) for name in names] or None
+
+
+Snapshot = Mapping[Path, Any]
+"""Copies of leaves, for `same_snapshot`."""
+
+
+def snapshot(values: Mapping[str, Any], *, most_bytes: int = _SNAPSHOT_BYTES) -> Snapshot:
+    """Copy what can be compared later: were these inputs, or this live data, the same as those?
+
+    Args:
+        values: Inputs or live data by name.
+        most_bytes: Larger tensors are kept as they are.
+
+    Returns:
+        Leaves by path, for `same_snapshot`.
+    """
+    found: dict[Path, Any] = {}
+    for path, leaf in live_leaves(values):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.nbytes <= most_bytes:
+            leaf = leaf.detach().clone()
+        found[path] = leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+    return found
+
+
+def same_snapshot(first: Snapshot, second: Snapshot) -> bool:
+    """Whether two snapshots are equal; objects that are no tensor, array or plain value, by identity."""
+    return first.keys() == second.keys() and all(_same_leaf(first[path], second[path]) for path in first)
+
+
+def _same_leaf(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        strided = one.layout is torch.strided and other.layout is torch.strided
+        return strided and one.dtype is other.dtype and one.device == other.device and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    return isinstance(one, (str, bytes, int, float)) and bool(one == other)
 
 
 def difference(left: Outcome, right: Outcome, *, tolerance: Tolerance | None = None) -> str | None:

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from breakgraph.cli import app
+from breakgraph.errors import ConfigError
 from breakgraph.models.generation import GenerationDefaults
 from breakgraph.serving.one_prompt import Choices, OnePrompt
 
@@ -69,6 +71,7 @@ def test_flags_are_pinned() -> None:
     command = typer.main.get_command(app).commands["generate"]  # type: ignore[attr-defined]
     options = sorted(name for parameter in command.params for name in parameter.opts)
     assert options == [
+        "--cache-dir",
         "--device",
         "--eager",
         "--max-tokens",
@@ -97,7 +100,17 @@ def test_an_answer_goes_to_stdout_and_its_account_to_stderr(folder: Path) -> Non
     assert stats["prompt_tokens"] == len("<user: Hello there\n")  # the template's special token is one
     assert stats["generated_tokens"] == 12
     assert len(result.stderr.strip().splitlines()) == 1
-    for part in ("prefill 19 tokens", "12 graph replays", "0 eager", "14 segments", "2 breaks", "tok/s"):
+    assert (stats["prefill_tokens"], stats["decode_tokens"]) == (19, 11)
+    for part in (
+        "12 tokens generated",
+        "prefill 19 tokens in 1 step ",
+        "decode 11 tokens in 11 steps",
+        "12 graph replays",
+        "0 eager",
+        "14 segments",
+        "2 breaks",
+        "tok/s",
+    ):
         assert part in result.stderr
 
 
@@ -133,13 +146,14 @@ def test_a_prompt_longer_than_a_step_is_chunked(tmp_path: Path) -> None:
 BAD_ARGUMENTS: dict[str, tuple[list[object], str]] = {
     "empty prompt": ([""], "the prompt is empty"),
     "blank prompt": (["  \n"], "the prompt is empty"),
-    "no tokens wanted": (["Hi", "--max-tokens", 0], "max_tokens is 0"),
-    "negative max-tokens": (["Hi", "--max-tokens", -3], "max_tokens is -3"),
-    "negative temperature": (["Hi", "--temperature", -0.5], "temperature is -0.5"),
-    "temperature not a number": (["Hi", "--temperature", "nan"], "temperature is nan"),
-    "negative top-k": (["Hi", "--top-k", -1], "top_k is -1"),
-    "top-p above one": (["Hi", "--top-p", 1.5], "top_p is 1.5"),
-    "negative seed": (["Hi", "--seed", -1], "seed is -1"),
+    "no tokens wanted": (["Hi", "--max-tokens", 0], "--max-tokens is 0"),
+    "negative max-tokens": (["Hi", "--max-tokens", -3], "--max-tokens is -3"),
+    "negative temperature": (["Hi", "--temperature", -0.5], "--temperature is -0.5"),
+    "temperature not a number": (["Hi", "--temperature", "nan"], "--temperature is nan"),
+    "temperature without end": (["Hi", "--temperature", "inf"], "not a finite number leaves no probabilities"),
+    "negative top-k": (["Hi", "--top-k", -1], "--top-k is -1"),
+    "top-p above one": (["Hi", "--top-p", 1.5], "--top-p is 1.5"),
+    "negative seed": (["Hi", "--seed", -1], "--seed is -1"),
     "unknown path": (["Hi", "--model", "missing"], "There is no model at"),
     "empty folder": (["Hi", "--model", "nothing"], "neither config.json nor a GGUF file"),
     "a GGUF that is not one": (["Hi", "--model", "weights.gguf"], "GGUF"),
@@ -167,6 +181,117 @@ def test_a_prompt_beyond_the_models_positions(folder: Path) -> None:
     result = _run("x" * 300, "--model", folder)
     assert result.exit_code == 2
     assert "tokens; at most 255 fit" in result.stderr
+    assert "max_seq_len" not in result.stderr  # no option of this command
+
+
+def test_a_long_prompt_is_refused_before_the_weights_are_read(folder: Path, tmp_path: Path) -> None:
+    """Tokenizer and config are enough to know that a prompt does not fit: no weight file is opened."""
+    import shutil
+
+    shutil.copytree(folder, tmp_path / "m", ignore=shutil.ignore_patterns("*.safetensors"))
+    assert "tokens; at most 255 fit" in _run("x" * 300, "--model", tmp_path / "m").stderr
+
+
+def test_a_folder_without_tokenizer(folder: Path, tmp_path: Path) -> None:
+    """No tokenizer: a text cannot be answered, and the advice is something that the command can do."""
+    import shutil
+
+    shutil.copytree(folder, tmp_path / "m", ignore=shutil.ignore_patterns("tokenizer*"))
+    result = _run("Hi", "--model", tmp_path / "m")
+    assert result.exit_code == 2
+    assert "has no tokenizer" in result.stderr
+    assert "tokenizer.json" in result.stderr
+    assert "token ids" not in result.stderr
+
+
+def test_options_are_called_what_they_are_called_here() -> None:
+    """A refused sampling option is named as on the command line, in what and in the fix."""
+    result = _run("Hi", "--max-tokens", 0)
+    assert "SamplingParams" not in result.stderr
+    assert "max_tokens" not in result.stderr
+    assert "Give --max-tokens as" in result.stderr
+
+
+def test_the_cache_folder_is_passed_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--cache-dir says where a GGUF is converted to; nothing is written anywhere else."""
+    seen: list[Path | None] = []
+
+    def opened(path: str, *, cache_root: Path | None, progress: object) -> None:
+        seen.append(cache_root)
+        raise ConfigError("stop here.", why="It is enough.", fix="None.")
+
+    monkeypatch.setattr("breakgraph.serving.one_prompt.open_model", opened)
+    _run("Hi", "--cache-dir", tmp_path / "cache")
+    _run("Hi")
+    assert seen == [tmp_path / "cache", None]
+
+
+def test_the_help_tells_of_the_cache() -> None:
+    """Half a gigabyte in the home folder is announced, with its place and the option that moves it."""
+    text = " ".join(_run("--help").stdout.split())
+    assert "~/.cache/breakgraph" in text
+    assert "517 MB" in text
+    assert "last line of stdout" in text
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    """`breakgraph --version` prints name and version and ends well."""
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"breakgraph {metadata.version('breakgraph')}\n")
+
+
+def _shell(line: str, *, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    """Runs `breakgraph` as a program, with the redirections of a shell."""
+    line = line.replace("breakgraph", f"{sys.executable} -m breakgraph")
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("what", ["--help", "--version", "generate --help", "generate Hi --model MODEL --max-tokens 3"])
+def test_a_full_stdout_is_a_message(what: str, folder: Path) -> None:
+    """What cannot be written is told in a few words that name stdout: status 1, no traceback, no blame on the input."""
+    done = _shell(f"breakgraph {what} > /dev/full".replace("MODEL", str(folder)))
+    assert done.returncode == 1, done.stderr
+    assert "stdout" in done.stderr
+    assert "No space left" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+    assert "Errno" not in done.stderr
+
+
+@pytest.mark.parametrize("what", ["--help", "generate Hi --model /nowhere"])
+def test_a_closed_stdout_is_noticed_first(what: str) -> None:
+    """Without a stdout there is nobody to answer: told before anything is loaded, status 1."""
+    done = _shell(f"breakgraph {what} >&-")
+    assert done.returncode == 1, done.stderr
+    assert "stdout is closed" in done.stderr
+    assert "/nowhere" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_stderr_does_not_lose_the_answer(folder: Path) -> None:
+    """A stderr that cannot be written loses the account of the run, not its answer or its status."""
+    done = _shell(f"breakgraph generate Hi --model {folder} --max-tokens 3 2> /dev/full")
+    assert done.returncode == 0
+    assert done.stdout.endswith("\n")
+
+
+@pytest.mark.parametrize("delay", [0.4, 1.6])
+def test_an_early_interrupt_ends_quietly(delay: float, tmp_path: Path) -> None:
+    """Ctrl-C while torch and transformers are imported: status 130, no traceback."""
+    # The program says when its main() has begun; what comes before is Python's own start.
+    code = "import breakgraph.cli as cli, sys; print('here', file=sys.stderr, flush=True); cli.main()"
+    _save(tmp_path, positions=8192)
+    command = [sys.executable, "-c", code, "generate", "Hello", "--model", str(tmp_path), "--max-tokens", "8000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "here\n"
+        time.sleep(delay)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
 
 
 def test_without_the_demo_wheel_the_message_has_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

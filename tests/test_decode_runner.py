@@ -208,6 +208,12 @@ def test_variants_that_were_not_captured_are_eager(rig: DecodeRig) -> None:
         strict.runner.run(inputs, key=key)
 
 
+def test_a_key_is_a_graph_key(rig: DecodeRig) -> None:
+    """REQ-A1: a batch size in place of a key is refused with what to pass instead."""
+    with pytest.raises(ConfigError, match="key is 2; expected a GraphKey"):
+        rig.runner.prepare(rows_and_positions([1, 2], [0, 0]), key=2)  # type: ignore[arg-type]
+
+
 def test_keys_outside_the_buckets_are_refused() -> None:
     """FAULT-R6: a graph that could never be used is refused before anything is captured."""
     with pytest.raises(ConfigError, match=r"batch sizes \[3\], which are no buckets"):

@@ -14,15 +14,37 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def examples(language: str) -> list[str]:
-    """Code blocks of the README in a language."""
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+def examples(language: str, *, page: str = "README.md") -> list[str]:
+    """Code blocks of a page in a language."""
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
 
 
 def test_the_example_of_the_core_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """The README's first example runs as it stands and prints the steps of its graph."""
     exec(compile(examples("python")[0], "README.md", "exec"), {"__name__": "readme"})
     assert "attend [live ['lengths']; return: value]" in capsys.readouterr().out
+
+
+def test_the_examples_of_the_runners_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """The blocks of docs/runners.md run as they stand, one after the other, and say why a step was eager."""
+    blocks = examples("python", page="docs/runners.md")
+    assert len(blocks) == 2
+    namespace = {"__name__": "runners"}
+    for block in blocks:
+        exec(compile(block, "docs/runners.md", "exec"), namespace)
+    assert "ABOVE_LARGEST_BUCKET - 70 tokens; the largest bucket is 64" in capsys.readouterr().out
+
+
+def test_names_of_the_runners_page_are_where_it_says() -> None:
+    """Every name of its table can be imported from the modules beside it."""
+    import importlib
+
+    rows = re.findall(r"^\| (`.*`) \| (`.*`)", (ROOT / "docs" / "runners.md").read_text(), flags=re.MULTILINE)
+    assert len(rows) == 3
+    for names, modules in rows:
+        for module in re.findall(r"`([\w.]+)`", modules):
+            for name in re.findall(r"`(\w+)`", names):
+                assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
 
 
 @pytest.mark.demo

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -21,7 +23,7 @@ KEYS = st.builds(
     short_seq_len_mode=st.booleans(),
     is_all_greedy_sample=st.booleans(),
     sample_type=st.sampled_from(SampleType),
-    num_contexts=COUNT,
+    num_contexts=st.just(0),
     context_query_len=COUNT,
     num_encoder_tokens=COUNT,
     peft_cache_data_type=st.sampled_from([None, torch.float16, torch.bfloat16]),
@@ -77,6 +79,32 @@ def test_negative_counts_are_refused() -> None:
     """A negative count is a ConfigError that shows the key."""
     with pytest.raises(ConfigError, match="draft_len=-1"):
         GraphKey(8, draft_len=-1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 2.0}, "batch_size=2.0.* has a count that is no integer"),
+        ({"batch_size": "2"}, "batch_size='2'.* no integer"),
+        ({"batch_size": None}, "no integer"),
+        ({"batch_size": 2, "draft_len": 1.0}, "draft_len=1.0.* no integer"),
+        ({"batch_size": 1, "num_contexts": 3}, "more context requests than requests"),
+        ({"batch_size": 1, "extra": (("a", [1]),)}, "expected pairs of a name and a hashable value"),
+        ({"batch_size": 1, "extra": 5}, "extra is 5; expected pairs"),
+        ({"batch_size": 1, "extra": ("a",)}, "expected pairs"),
+        ({"batch_size": 1, "extra": None}, "extra is None; expected pairs"),
+    ],
+)
+def test_keys_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    """FAULT-R3: counts are integers that fit each other, and extra is hashable: else a ConfigError when the key is made."""
+    with pytest.raises(ConfigError, match=message):
+        GraphKey(**options)
+
+
+def test_counts_may_be_numpy_scalars() -> None:
+    """An integer of another library is the same coordinate."""
+    assert GraphKey(np.int64(3)) == GraphKey(3)
+    assert hash(GraphKey(np.int64(3))) == hash(GraphKey(3))
 
 
 @pytest.mark.parametrize(

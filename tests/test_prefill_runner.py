@@ -6,11 +6,12 @@ import math
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from breakgraph.break_function import eager_on_graph
-from breakgraph.errors import ReplayError, StaticInputError
+from breakgraph.errors import ConfigError, ReplayError, StaticInputError
 from breakgraph.graph_key import PrefillKey
 from breakgraph.prefill_runner import Example
 from breakgraph.static_buffers import REQUESTS, TOKENS, Pad, StaticInput
@@ -251,6 +252,27 @@ def test_inputs_are_strict_in_replays_and_eager_steps(rig: PrefillRig) -> None:
     with pytest.raises(StaticInputError, match="'slots' of PrefillRunner is missing"):
         rig.runner.prepare({"x": inputs["x"]}, size=5, live=live)
     assert rig.runner.statistics.replays == 0
+
+
+@pytest.mark.parametrize("size", [3.0, "3", None, -1])
+def test_a_size_is_an_integer(rig: PrefillRig, size: Any) -> None:
+    """REQ-E1: a size that is no integer, or below 1, is refused before it reaches a key; a numpy integer is one."""
+    inputs, live = rig.step(3)
+    with pytest.raises(StaticInputError, match="expected an integer, 1 or more") as caught:
+        rig.runner.prepare(inputs, size=size, live=live)
+    assert caught.value.fix
+    assert rig.runner.run(inputs, size=np.int64(3), live=live).replayed  # type: ignore[arg-type]
+
+
+def test_inputs_and_extra_of_the_wrong_kind_are_refused(rig: PrefillRig) -> None:
+    """REQ-E1, REQ-H1: no mapping of inputs, a sparse input, an extra that is not hashable: named, with a way out."""
+    inputs, live = rig.step(3)
+    with pytest.raises(StaticInputError, match="expected a mapping"):
+        rig.runner.prepare(None, size=3, live=live)  # type: ignore[arg-type]
+    with pytest.raises(StaticInputError, match="'x' of PrefillRunner has .*sparse"):
+        rig.runner.prepare({**inputs, "x": inputs["x"].to_sparse()}, size=3, live=live)
+    with pytest.raises(ConfigError, match="hashable"):
+        rig.runner.prepare(inputs, size=3, live=live, extra=(("a", [1]),))  # type: ignore[arg-type]
 
 
 def test_an_optional_input_takes_its_default(device: torch.device) -> None:

@@ -48,7 +48,7 @@ def test_passes_and_order(device: torch.device) -> None:
     rig = PrefillRig(device, progress=lambda step: seen.append((step.phase, step.key.tokens)))
     rig.capture()
     warm, capture, verify = CapturePhase.WARM_UP, CapturePhase.CAPTURE, CapturePhase.VERIFY
-    assert [key.tokens for key in rig.examples] == [16, 8, 4, 16, 16, 8, 8, 4, 4]
+    assert [key.tokens for key in rig.examples] == [16, 8, 4, 16, 16, 10, 8, 8, 5, 4, 4, 2]
     assert seen == [(warm, 16), (warm, 8), (warm, 4)] + [
         (phase, size) for size in (16, 8, 4) for phase in (capture, verify)
     ]

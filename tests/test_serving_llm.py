@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from breakgraph.errors import ConfigError
 from breakgraph.models.weights import LoadedModel
 from breakgraph.serving import LLM, FinishReason, Graphs, SamplingParams, SamplingPaths
 from breakgraph.serving.requests import Request
 from breakgraph.serving.sampling import sample
+from breakgraph.serving.statistics import Phase, Statistics
 from tests.serving_reference import Reference, greedy_reference, logits_of, tiny_model
 
 OPTIONS: dict[str, Any] = {
@@ -102,6 +105,9 @@ def test_every_step_is_a_replay_or_counted(model: LoadedModel) -> None:
     assert (off.segments, off.breaks, off.graphs) == (0, 0, 0)
     assert on.prompt_tokens == sum(map(len, PROMPTS)) == on.prefill.tokens
     assert on.generated_tokens == 29
+    # The first token of each prompt comes from prefill; decode made the others, and those thrown away.
+    assert on.decode.tokens == 29 - len(PROMPTS) + on.discarded_tokens
+    assert f"decode {on.decode.tokens} tokens in {on.decode.steps} steps" in on.summary()
     flat = on.as_dict()
     assert flat["prefill_replays"] == on.prefill_replays
     assert flat["decode_tokens_per_second"] > 0
@@ -470,3 +476,174 @@ def test_bad_options_are_refused_with_their_name(model: LoadedModel) -> None:
         LLM(model, graphs=Graphs.OFF).generate("text")
     with pytest.raises(ConfigError, match="no tokenizer"):
         LLM(model, graphs=Graphs.OFF).generate([[1]], SamplingParams(stop="x"))
+
+
+WRONG_PROMPTS: list[tuple[Any, str]] = [
+    (None, "the prompts are of type NoneType"),
+    (7, "the prompts are of type int"),
+    (torch.tensor([1, 2]), "the prompts are of type Tensor"),
+    ([torch.tensor([1, 2])], "a prompt is of type Tensor"),
+    (b"hi", "the prompts are of type bytes"),
+    ({"hi": 1}, "the prompts are of type dict"),
+    ([None], "a prompt is of type NoneType"),
+    ([[1.5]], "token 1.5 of type float"),
+    ([[1, "a"]], "token 'a' of type str"),
+    ([[True]], "token True of type bool"),
+    ([1.5], "a prompt is of type float"),
+]
+
+
+@pytest.mark.parametrize(("prompts", "message"), WRONG_PROMPTS, ids=lambda value: str(value)[:30])
+def test_what_is_no_prompt_is_refused(speaking: LLM, prompts: Any, message: str) -> None:
+    """Anything that is neither text nor token ids is a ConfigError with the type, before a step runs."""
+    with pytest.raises(ConfigError, match=message) as caught:
+        speaking.generate(prompts, TEXT)
+    assert "list" in caught.value.fix
+    assert not speaking.engine.has_work
+
+
+def test_a_stream_refuses_the_same(speaking: LLM) -> None:
+    """One prompt of a stream is held to the same rule as one among many."""
+    for prompt, message in [(torch.tensor([1]), "a prompt is of type Tensor"), (None, "a prompt is of type NoneType")]:
+        with pytest.raises(ConfigError, match=message):
+            speaking.stream(prompt, TEXT)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="token 'hi' of type str"):
+        speaking.stream(["hi"], TEXT)  # type: ignore[arg-type]
+
+
+def test_integers_of_numpy_are_tokens(speaking: LLM) -> None:
+    """An array of token ids is a prompt, alone and among others."""
+    ids = speaking.encode("one")
+    plain = speaking.generate([ids], TEXT)[0].token_ids
+    assert speaking.generate(np.array(ids), TEXT)[0].token_ids == plain  # type: ignore[arg-type]
+    assert speaking.generate([np.array(ids), "one"], TEXT)[0].token_ids == plain  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 3}, [{"max_tokens": 3}], 3, "greedy", [None]])
+def test_what_are_no_sampling_parameters_is_refused(model: LoadedModel, params: Any) -> None:
+    """Sampling parameters of another type are a ConfigError before the engine starts."""
+    llm = LLM(model, graphs=False, **OPTIONS)
+    with pytest.raises(ConfigError, match="the sampling parameters are of type ") as caught:
+        llm.generate([[1]], params)
+    assert "SamplingParams(" in caught.value.fix
+    if not isinstance(params, list):
+        with pytest.raises(ConfigError, match="the sampling parameters are of type "):
+            llm.stream([1], params)
+    assert llm._engine is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": torch.nn.Linear(1, 1)}, "model is of type Linear"),
+        ({"model": None}, "model is of type NoneType"),
+        ({"device": 0}, "device is 0; expected auto, cpu or cuda"),
+        ({"dtype": "fp32"}, "dtype is 'fp32'"),
+        ({"progress": True}, "progress is True"),
+        ({"cache_root": 5}, "cache_root is 5"),
+        ({"max_batchsize": 4}, "there is no option max_batchsize"),
+        ({"graphs": "nope"}, "graphs is 'nope'"),
+    ],
+)
+def test_the_constructor_refuses_what_cannot_work(arguments: dict[str, Any], message: str) -> None:
+    """Arguments of another type are a ConfigError of the constructor, not an AttributeError of some later step."""
+    with pytest.raises(ConfigError, match=message):
+        LLM(**arguments)
+
+
+def test_a_device_of_torch_is_taken(model: LoadedModel) -> None:
+    """device= takes what torch calls a device."""
+    assert LLM(model, device=torch.device("cpu"), dtype="float32", graphs="off", **OPTIONS).generate([[1]])
+
+
+def test_a_prompt_that_never_fits_is_refused_before_the_captures(model: LoadedModel) -> None:
+    """Too many tokens for max_seq_len, or for the model: told before the engine is made, with the way out that there is."""
+    llm = LLM(model, max_seq_len=8)
+    with pytest.raises(ConfigError, match="has 8 tokens; at most 7 fit") as caught:
+        llm.generate([[1] * 8])
+    assert "max_seq_len" in caught.value.fix
+    assert llm._engine is None
+    whole = LLM(model)
+    with pytest.raises(ConfigError, match="has 64 tokens; at most 63 fit") as caught:
+        whole.generate([[1] * 64])
+    assert "max_seq_len" not in caught.value.fix
+
+
+def test_a_prompt_is_checked_before_the_weights_are_read(tmp_path: Path) -> None:
+    """Config and tokenizer are enough to encode a prompt and to know that it never fits: no weight file is needed."""
+    config = LlamaConfig(vocab_size=257, hidden_size=32, num_attention_heads=4, max_position_embeddings=64)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    _byte_tokenizer().save_pretrained(tmp_path)
+    llm = LLM(tmp_path, device="cpu")
+    assert llm.encode("hi") == _byte_tokenizer()("hi").input_ids
+    with pytest.raises(ConfigError, match="has 64 tokens; at most 63 fit"):
+        llm.generate("x" * 64)
+    with pytest.raises(ConfigError, match="lacks model.safetensors"):
+        llm.generate("x" * 63)
+
+
+def test_dropped_graphs_are_not_silent(
+    model: LoadedModel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When captures fail, start() says so once with every reason, and the summary has the count."""
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("no room for it")
+
+    monkeypatch.setattr("breakgraph.graph_builder.GraphBuilder.capture", broken)
+    llm = LLM(model, **OPTIONS)
+    with caplog.at_level("WARNING"):
+        llm.start()
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("breakgraph.serving")]
+    assert len(said) == 1
+    statistics = llm.statistics
+    count = len(statistics.dropped)
+    assert count > 2
+    assert statistics.graphs == 0
+    assert f"{count} of {count} graphs were dropped" in said[0]
+    assert said[0].count("no room for it") == 1  # one line for what all of them share
+    assert f"; {count} graphs dropped" in statistics.summary()
+    assert "\n" not in statistics.summary()
+    assert llm.generate([[1]], SamplingParams(max_tokens=2))[0].token_ids
+
+
+def test_the_summary_counts_like_the_dictionary() -> None:
+    """One is singular, and the numbers of the line are those of as_dict()."""
+    statistics = Statistics(
+        prefill=Phase(steps=1, replays=1, tokens=5, seconds=1.0),
+        decode=Phase(steps=1, replays=0, tokens=1, seconds=1.0),
+        eager={"DISABLED": 1},
+        segments=1,
+        breaks=1,
+        graphs=1,
+        dropped={},
+        prompt_tokens=5,
+        generated_tokens=2,
+        discarded_tokens=0,
+        preemptions=0,
+        capture_seconds=0.0,
+    )
+    assert statistics.summary() == (
+        "2 tokens generated; prefill 5 tokens in 1 step (5.0 tok/s), decode 1 token in 1 step (1.0 tok/s);"
+        " 1 graph replay (1 prefill, 0 decode), 1 eager (1 DISABLED); 1 segment, 1 break"
+    )
+    flat = statistics.as_dict()
+    assert (flat["prefill_tokens"], flat["decode_tokens"], flat["generated_tokens"]) == (5, 1, 2)
+
+
+@pytest.mark.parametrize("num_blocks", [13, 17, 26])
+def test_examples_of_a_capture_do_not_disturb_each_other(model: LoadedModel, num_blocks: int) -> None:
+    """What one example left in the cache is no part of another's proof: every graph is proven, in a tight cache too."""
+    assert LLM(model, **OPTIONS, num_blocks=num_blocks).statistics.dropped == {}
+
+
+def test_verification_at_every_step_leaves_the_cache_alone(
+    model: LoadedModel, references: dict[tuple[int, ...], Reference]
+) -> None:
+    """verify="always" runs each step several times; keys and values of requests stay what they were."""
+    llm = LLM(model, **OPTIONS, verify="always")
+    for prompt, answer in zip(PROMPTS, llm.generate(PROMPTS, SamplingParams(max_tokens=12)), strict=True):
+        assert references[tuple(prompt)].agrees(answer.token_ids)
+    assert llm.statistics.dropped == {}
+    assert llm.statistics.eager == {}

@@ -21,6 +21,7 @@ from breakgraph.serving.requests import SamplingParams
         ("temperature", float("nan")),
         ("temperature", float("inf")),
         ("temperature", "hot"),
+        ("temperature", 10**400),
         ("top_k", -1),
         ("top_k", 2.0),
         ("top_k", 2**63),
@@ -51,3 +52,13 @@ def test_the_borders_are_accepted() -> None:
     params = SamplingParams(top_p=1e-9, min_p=1.0, seed=2**63 - 1, stop="end", stop_token_ids=[0])
     assert params.stop == ("end",)
     assert params.stop_token_ids == (0,)
+    assert SamplingParams(stop_token_ids=7).stop_token_ids == (7,)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("stop", 5), ("stop", None), ("stop_token_ids", None), ("stop_token_ids", "a")]
+)
+def test_stops_of_another_type_are_refused(name: str, value: Any) -> None:
+    """What is neither one stop nor several is a ConfigError, not a TypeError of tuple()."""
+    with pytest.raises(ConfigError, match=f"SamplingParams.{name} is "):
+        SamplingParams(**{name: value})

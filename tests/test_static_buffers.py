@@ -65,6 +65,20 @@ def test_axes_resolve() -> None:
         ({"source": "device"}, "needs buffer="),
         ({"source": "device", "buffer": torch.zeros(3), "default": 0}, "takes no default"),
         ({"source": "device", "buffer": torch.zeros(3), "shape": (4,)}, r"buffer has shape \(3,\)"),
+        ({"source": "device", "buffer": 5}, "buffer is a int; expected a dense tensor"),
+        ({"source": "device", "buffer": torch.eye(2).to_sparse()}, "expected a dense tensor"),
+        ({"shape": 5}, "shape is 5; expected a tuple"),
+        ({"shape": "TOKENS"}, "shape is 'TOKENS'; expected a tuple"),
+        ({"shape": ("x",)}, r"shape has lengths \['x'\]"),
+        ({"shape": (2.5, True)}, r"shape has lengths \[2.5, True\]"),
+        ({"shape": (TOKENS + -1,)}, "negative length or offset"),
+        ({"shape": (TOKENS,), "pad": 5}, "pad is 5; expected a padding rule"),
+        ({"shape": (TOKENS,), "pad": Pad.value("x")}, "padding value 'x' is not representable"),  # type: ignore[arg-type]
+        ({"shape": (TOKENS,), "pad": Pad.keep_out(0.5)}, "padding value 0.5 is not representable"),  # type: ignore[arg-type]
+        ({"shape": (TOKENS,), "dtype": "int"}, "dtype is 'int'; expected a torch.dtype"),
+        ({"shape": (TOKENS,), "dtype": torch.int8, "default": 1j}, "default 1j is not representable"),
+        ({"shape": (TOKENS,), "dtype": torch.int8, "default": 128}, "default 128 is not representable"),
+        ({"shape": (TOKENS,), "dtype": torch.float16, "pad": Pad.value(1e6)}, "1000000.0 is not representable"),
     ],
 )
 def test_contradicting_declarations_are_refused(options: dict[str, Any], message: str) -> None:
@@ -75,10 +89,19 @@ def test_contradicting_declarations_are_refused(options: dict[str, Any], message
 
 def test_names_are_identifiers_and_unique() -> None:
     """Forward gets inputs by keyword, so a name must be an identifier and belong to one input."""
-    with pytest.raises(ConfigError, match="not an identifier"):
-        StaticInput("input ids", shape=(TOKENS,))
+    for name in ("input ids", "class", "", 5):
+        with pytest.raises(ConfigError, match="not an identifier"):
+            StaticInput(name, shape=(TOKENS,))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="not unique"):
         InputSet([StaticInput("x", shape=(TOKENS,)), StaticInput("x", shape=(TOKENS,))], device=CPU)
+
+
+def test_values_that_every_float_has_are_accepted() -> None:
+    """Infinities, NaN and values that are merely rounded fit every floating type; whole floats fit integers."""
+    for value in (float("inf"), float("nan"), 0.1, 65504):
+        StaticInput("x", shape=(TOKENS,), dtype=torch.float16, pad=Pad.value(value))
+    StaticInput("x", shape=(TOKENS,), dtype=torch.complex64, default=1j)  # type: ignore[arg-type]
+    StaticInput("x", shape=[TOKENS, 2], dtype=torch.int8, pad=Pad.value(127.0))  # type: ignore[arg-type]
 
 
 def test_device_buffer_must_be_on_the_device() -> None:
@@ -114,12 +137,37 @@ GOOD = {"ids": torch.zeros(7, dtype=torch.int64), "positions": torch.zeros(1, 7,
         ({"scale": None}, "'scale'.*is None"),
         ({"extra": torch.zeros(7)}, r"got inputs \['extra'\]"),
         ({"table": torch.zeros(4)}, "device-fed"),
+        ({"ids": torch.zeros(7, dtype=torch.int64).to_sparse()}, "'ids'.*torch.sparse_coo"),
+        ({7: torch.zeros(7)}, r"got inputs \[7\]"),
     ],
 )
 def test_an_input_that_differs_is_refused(change: dict[str, Any], message: str) -> None:
     """REQ-E1, REQ-E2, REQ-H7, FAULT-P5: broadcastable, longer, shorter, cast, misplaced, None, unknown: each named."""
     with pytest.raises(StaticInputError, match=message):
         InputSet(DECLARED, device=CPU).check({**GOOD, **change}, SEVEN, where="a step")
+
+
+@pytest.mark.parametrize("inputs", [None, 5, [torch.zeros(7)]])
+def test_inputs_are_a_mapping(inputs: Any) -> None:
+    """REQ-E1: a step that gives no mapping of inputs is told what is expected, with all three parts."""
+    declared = InputSet([*DECLARED, StaticInput("starts", shape=(REQUESTS,))], device=CPU)
+    for call in (
+        lambda: declared.check(inputs, SEVEN, where="a step"),
+        lambda: declared.requests(inputs, most=2, where="a step"),
+    ):
+        with pytest.raises(StaticInputError, match="inputs of a step are a .*; expected a mapping") as caught:
+            call()
+        assert caught.value.why
+        assert "'ids'" in caught.value.fix
+
+
+def test_a_source_with_a_negative_bit_is_copied_by_value() -> None:
+    """REQ-E2: a lazily negated view, which numpy cannot see through, arrives with its values."""
+    source = torch.complex(torch.ones(3), torch.full((3,), 2.0)).conj().imag
+    assert source.is_neg()
+    declared = [StaticInput("x", shape=(TOKENS,), dtype=torch.float32)]
+    buffers = staged(declared, {"x": source}, real=Extent(3, 1), padded=Extent(4, 1))
+    assert buffers["x"].tolist() == [-2.0, -2.0, -2.0, 0.0]
 
 
 def test_a_missing_input_is_an_error_unless_it_has_a_default() -> None:

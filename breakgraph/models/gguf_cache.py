@@ -119,7 +119,7 @@ def _writable(folder: Path) -> Iterator[None]:
         raise ConfigError(
             f"The cache folder {folder} cannot be written: {error}.",
             why="A GGUF is converted once and kept, because the conversion takes half a minute.",
-            fix="Free space or permissions there, or pass another cache_root.",
+            fix="Free space or permissions there, or pass another cache_root (breakgraph generate: --cache-dir).",
         ) from error
 
 

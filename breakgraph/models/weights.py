@@ -16,7 +16,7 @@ from breakgraph.models.generation import GenerationDefaults, read_json
 from breakgraph.models.gguf_cache import gguf_folder, is_gguf
 from breakgraph.models.llama import DecoderLayer, LlamaDecoder
 
-__all__ = ["DEMO", "LoadedModel", "load_model", "random_model", "weight_targets"]
+__all__ = ["DEMO", "LoadedModel", "OpenedModel", "load_model", "open_model", "random_model", "weight_targets"]
 
 DEMO = "demo"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -43,6 +43,79 @@ class LoadedModel:
     source: str
 
 
+@attrs.frozen(eq=False)
+class OpenedModel:
+    """Everything about a model but its weights: cheap, so that a prompt can be checked before they are read.
+
+    Attributes:
+        config: Its shape, without a choice of dtype.
+        tokenizer: Of transformers; None for a folder without one.
+        generation: Where to stop and how to sample by default.
+        source: Where it came from, for people.
+        folder: The Hugging Face folder of its files.
+    """
+
+    config: DecoderConfig
+    tokenizer: Any
+    generation: GenerationDefaults
+    source: str
+    folder: Path
+
+    def load(
+        self,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        max_positions: int | None = None,
+        progress: Progress | None = None,
+    ) -> LoadedModel:
+        """Read the weights; see `load_model`.
+
+        Args:
+            device: Where the weights go.
+            dtype: What they are held in.
+            max_positions: Longest sequence that will be served, in tokens.
+            progress: Called as `progress(stage, done, total)`.
+
+        Raises:
+            ConfigError: The files are damaged, or sequences of that length cannot be served.
+        """
+        device = torch.device(device)
+        dtype = dtype or default_dtype(device)
+        config = attrs.evolve(self.config, dtype=dtype)
+        served = config.max_positions if max_positions is None else max_positions
+        config.check_positions(served)
+        # Weights made under inference mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            decoder = LlamaDecoder(config, device=device, dtype=dtype, max_positions=served)
+            load_safetensors(
+                self.folder,
+                weight_targets(decoder),
+                ignored=("lm_head.weight",) if config.tie_word_embeddings else (),
+                progress=progress,
+            )
+        return LoadedModel(decoder.eval(), config, self.tokenizer, self.generation, served, self.source)
+
+
+def open_model(path: str | Path, *, cache_root: Path | None = None, progress: Progress | None = None) -> OpenedModel:
+    """Read everything about a model but its weights; a GGUF file is converted first where it was not yet.
+
+    Args:
+        path: As in `load_model`.
+        cache_root: As in `load_model`.
+        progress: As in `load_model`.
+
+    Raises:
+        ConfigError: The path is no model, or one that has no decoder here.
+    """
+    folder = _model_folder(path, cache_root=cache_root, progress=progress)
+    hf_config = _transformers_config(folder)
+    config = DecoderConfig.from_transformers(hf_config)
+    tokenizer = _tokenizer(folder)
+    generation = GenerationDefaults.from_folder(folder, config=hf_config, tokenizer=tokenizer)
+    return OpenedModel(config, tokenizer, generation, str(path), folder)
+
+
 def load_model(
     path: str | Path,
     *,
@@ -60,8 +133,8 @@ def load_model(
         dtype: What they are held in; None takes bfloat16 on CUDA and float32 elsewhere.
         max_positions: Longest sequence that will be served, in tokens; None takes the model's. A model with a
             sliding window can be served up to its window.
-        cache_root: Where converted GGUF files are kept; None takes `~/.cache/breakgraph`.
-        progress: Called as `progress(stage, done, total)`.
+        cache_root: Where converted GGUF files are kept, in a folder `gguf`; None takes `~/.cache/breakgraph`.
+        progress: Called as `progress(stage, done, total)`; the stages are "converting GGUF" and "loading weights".
 
     Returns:
         The model. Peak memory is its weights plus one tensor of the checkpoint.
@@ -69,25 +142,8 @@ def load_model(
     Raises:
         ConfigError: The path is no model, the model cannot be run here, or its files are damaged.
     """
-    folder = _model_folder(path, cache_root=cache_root, progress=progress)
-    device = torch.device(device)
-    dtype = dtype or default_dtype(device)
-    hf_config = _transformers_config(folder)
-    config = DecoderConfig.from_transformers(hf_config, dtype=dtype)
-    served = config.max_positions if max_positions is None else max_positions
-    config.check_positions(served)
-    tokenizer = _tokenizer(folder)
-    generation = GenerationDefaults.from_folder(folder, config=hf_config, tokenizer=tokenizer)
-    # Weights made under inference mode could not be written to outside of it.
-    with torch.inference_mode(False):
-        decoder = LlamaDecoder(config, device=device, dtype=dtype, max_positions=served)
-        load_safetensors(
-            folder,
-            weight_targets(decoder),
-            ignored=("lm_head.weight",) if config.tie_word_embeddings else (),
-            progress=progress,
-        )
-    return LoadedModel(decoder.eval(), config, tokenizer, generation, served, str(path))
+    opened = open_model(path, cache_root=cache_root, progress=progress)
+    return opened.load(device=device, dtype=dtype, max_positions=max_positions, progress=progress)
 
 
 def random_model(

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import difflib
 import enum
-from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, TypeVar, cast
 
 import attrs
+import torch
 
 from breakgraph.buckets import Buckets
 from breakgraph.errors import ConfigError
+from breakgraph.policy import Verify
 from breakgraph.serving.kv_cache import blocks_for
 
-__all__ = ["EngineConfig", "Graphs", "SamplingPaths", "Sizes", "sequence_limit", "token_limit"]
+__all__ = [
+    "EngineConfig",
+    "Graphs",
+    "SamplingPaths",
+    "Sizes",
+    "as_dtype",
+    "engine_config",
+    "sequence_limit",
+    "token_limit",
+]
 
 # On a CPU the emulated backend keeps every intermediate of a graph and a prefill bucket costs whole forwards at
 # start-up, so the ladder is short and ends early.
@@ -41,29 +53,101 @@ class SamplingPaths(enum.Enum):
     """The sampling path only; it serves greedy rows as well, at the price of a sort."""
 
 
-def _at_least(least: int) -> Callable[[object, attrs.Attribute[Any], Any], None]:
+_E = TypeVar("_E", bound=enum.Enum)
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+}
+
+
+def _wrong(name: str, value: object, *, expected: str, why: str) -> ConfigError:
+    advice = f"Give {name} as {expected.removesuffix(' or None').removesuffix(',')}, or leave it out."
+    return ConfigError(f"{name} is {value!r}; expected {expected}.", why=why, fix=advice)
+
+
+def _is_int(value: object, *, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _at_least(
+    least: int,
+    *,
+    optional: bool = False,
+    why: str = "It counts requests, tokens or blocks; of the blocks one is kept for padding rows.",
+) -> Callable[[object, attrs.Attribute[Any], Any], None]:
     def check(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise ConfigError(
-                f"{attribute.name} is {value!r}; expected an integer of at least {least}.",
-                why="It counts requests, tokens or blocks; of the blocks one is kept for padding rows.",
-                fix=f"Give {attribute.name} as an integer of at least {least}, or leave it out.",
-            )
+        if not (_is_int(value, least=least) or (optional and value is None)):
+            expected = f"an integer of at least {least}{' or None' if optional else ''}"
+            raise _wrong(attribute.name, value, expected=expected, why=why)
 
     return check
 
 
-def _share(instance: object, attribute: attrs.Attribute[float], value: float) -> None:
-    if not 0 < value <= 1:
-        raise ConfigError(
-            f"{attribute.name} is {value!r}; expected a number in (0, 1].",
+def _share(instance: object, attribute: attrs.Attribute[float], value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+        raise _wrong(
+            attribute.name,
+            value,
+            expected="a number in (0, 1]",
             why="It is the share of the device's memory that everything together may take.",
-            fix=f"Give {attribute.name} between 0 and 1, for example 0.9.",
         )
 
 
+def _buckets(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if value is None or (isinstance(value, tuple) and all(_is_int(size, least=1) for size in value)):
+        return
+    raise _wrong(
+        attribute.name,
+        value,
+        expected="integers of at least 1 in a list, for example [16, 64], or None",
+        why="Each is a size for which a graph is captured.",
+    )
+
+
 def _sizes(values: Iterable[int] | None) -> tuple[int, ...] | None:
-    return None if values is None else tuple(values)
+    # What is no list of sizes goes on as it is, to the validator, which knows the option's name.
+    if isinstance(values, Iterable) and not isinstance(values, (str, bytes)):
+        return tuple(values)
+    return cast("None", values)
+
+
+def _member(kind: type[_E], value: object, *, name: str, why: str) -> _E:
+    try:
+        return kind(value)
+    except ValueError:
+        pass
+    *most, last = (repr(member.value) for member in kind)
+    raise _wrong(name, value, expected=f"{', '.join(most)} or {last}", why=why)
+
+
+def _graphs(value: Graphs | str | bool) -> Graphs:
+    if isinstance(value, bool):
+        return Graphs.ON if value else Graphs.OFF
+    try:
+        return Graphs(value)
+    except ValueError:
+        pass
+    raise _wrong(
+        "graphs", value, expected="'on', 'off', True or False", why="It says whether steps are captured and replayed."
+    )
+
+
+def _paths(value: SamplingPaths | str) -> SamplingPaths:
+    return _member(SamplingPaths, value, name="sampling", why="It says which decode graphs are captured.")
+
+
+def _verify(value: Verify | str) -> Verify:
+    return _member(Verify, value, name="verify", why="It says when a graph is compared with eager.")
+
+
+def _attention(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if value not in ("auto", "torch", "flashinfer"):
+        raise _wrong(
+            attribute.name,
+            value,
+            expected="'auto', 'torch' or 'flashinfer'",
+            why="The attention is chosen once, before anything is captured.",
+        )
 
 
 @attrs.frozen(kw_only=True)
@@ -78,32 +162,71 @@ class EngineConfig:
         block_size: Tokens per block of the KV cache.
         num_blocks: Blocks of the KV cache; None takes what every request can use, on CUDA as far as memory goes.
         memory_fraction: Share of a CUDA device's memory for weights, graphs and cache together.
-        graphs: Graphs, or every step eagerly.
-        sampling: Which decode graphs are captured.
+        graphs: Graphs, or every step eagerly: a member of ``Graphs``, "on", "off", True or False.
+        sampling: Which decode graphs are captured: "both", "greedy" or "sampled".
         prefill_sizes: Token buckets of prefill; None takes a ladder for the device.
         contexts: Context buckets of decode below ``max_seq_len``, for an attention in plain torch, which pays for
             the context that its graph was made for; None takes powers of four from 256.
         attention: "auto", "torch" or "flashinfer".
-        verify: When a graph is compared with eager before it may serve.
+        verify: When a graph is compared with eager: "first" (before it may serve), "always" or "never".
         seed: Of the generator that gives requests their seeds; None takes entropy.
 
     Raises:
-        ConfigError: A value is out of its range.
+        ConfigError: A value is out of its range or of another type.
     """
 
     max_batch_size: int = attrs.field(default=8, validator=_at_least(1))
-    max_num_tokens: int | None = attrs.field(default=None, validator=_at_least(1))
-    max_seq_len: int | None = attrs.field(default=None, validator=_at_least(2))
+    max_num_tokens: int | None = attrs.field(default=None, validator=_at_least(1, optional=True))
+    max_seq_len: int | None = attrs.field(default=None, validator=_at_least(2, optional=True))
     block_size: int = attrs.field(default=16, validator=_at_least(1))
-    num_blocks: int | None = attrs.field(default=None, validator=_at_least(2))
+    num_blocks: int | None = attrs.field(default=None, validator=_at_least(2, optional=True))
     memory_fraction: float = attrs.field(default=0.9, validator=_share)
-    graphs: Graphs = Graphs.ON
-    sampling: SamplingPaths = SamplingPaths.BOTH
-    prefill_sizes: tuple[int, ...] | None = attrs.field(default=None, converter=_sizes)
-    contexts: tuple[int, ...] | None = attrs.field(default=None, converter=_sizes)
-    attention: Literal["auto", "torch", "flashinfer"] = "auto"
-    verify: Literal["first", "always", "never"] = "first"
-    seed: int | None = None
+    graphs: Graphs = attrs.field(default=Graphs.ON, converter=_graphs)
+    sampling: SamplingPaths = attrs.field(default=SamplingPaths.BOTH, converter=_paths)
+    prefill_sizes: tuple[int, ...] | None = attrs.field(default=None, converter=_sizes, validator=_buckets)
+    contexts: tuple[int, ...] | None = attrs.field(default=None, converter=_sizes, validator=_buckets)
+    attention: Literal["auto", "torch", "flashinfer"] = attrs.field(default="auto", validator=_attention)
+    verify: Verify = attrs.field(default=Verify.FIRST, converter=_verify)
+    seed: int | None = attrs.field(
+        default=None,
+        validator=_at_least(0, optional=True, why="Requests without a seed of their own get theirs from it."),
+    )
+
+
+def engine_config(options: Mapping[str, Any]) -> EngineConfig:
+    """Makes a configuration of named options.
+
+    Args:
+        options: Fields of ``EngineConfig``.
+
+    Raises:
+        ConfigError: There is no such option, or a value is out of its range.
+    """
+    known = [field.name for field in attrs.fields(EngineConfig)]
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ConfigError(
+                f"there is no option {name}.",
+                why="A misspelt option would be left at its default, silently.",
+                fix=f"Did you mean {near[0]}?" if near else f"The options are {', '.join(known)}.",
+            )
+    return EngineConfig(**options)
+
+
+def as_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
+    """Takes a dtype of torch or its name; None stays None.
+
+    Raises:
+        ConfigError: Weights cannot be held in it.
+    """
+    name = str(value).removeprefix("torch.") if isinstance(value, (str, torch.dtype)) else None
+    if value is None or name in _DTYPES:
+        return None if name is None else _DTYPES[name]
+    *most, last = _DTYPES
+    raise _wrong(
+        "dtype", value, expected=f"{', '.join(most)} or {last}", why="Weights are held in it, and all kernels read it."
+    )
 
 
 @attrs.frozen(kw_only=True)

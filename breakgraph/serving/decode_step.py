@@ -18,7 +18,7 @@ from breakgraph.capture_window import CaptureProgress
 from breakgraph.decode_runner import DecodeRunner, Example
 from breakgraph.errors import InternalError
 from breakgraph.graph_key import GraphKey
-from breakgraph.models.attention import DecodeState
+from breakgraph.models.attention import DecodeState, KVLayer
 from breakgraph.serving.config import EngineConfig, Graphs, SamplingPaths, Sizes
 from breakgraph.serving.device_state import PADDING_ROW, DeviceState, PendingTokens, sampling_columns
 from breakgraph.serving.kv_cache import NULL_BLOCK, blocks_for
@@ -50,6 +50,39 @@ class DecodeLive:
     attention: DecodeState | None = None
 
 
+@attrs.define(eq=False)
+class _ExampleSlots:
+    """The part of the cache that examples write, as state of a capture.
+
+    A step reads what earlier steps wrote, so two runs of an example are equal only if no other example wrote in
+    between. The cache is empty until the first request: to put it back is to fill it with zeros. Nothing is copied.
+
+    Attributes:
+        layers: Keys and values.
+        slots: Written so far; None as soon as the cache belongs to requests.
+    """
+
+    layers: Sequence[KVLayer]
+    slots: set[int] | None = attrs.field(factory=set)
+
+    def note(self, slots: npt.NDArray[np.int64]) -> None:
+        """Adds what an example is about to write."""
+        if self.slots is not None:
+            self.slots.update(slots.tolist())
+
+    def save(self) -> None:
+        """Empties the slots; there is nothing to keep."""
+        self.restore(None)
+
+    def restore(self, saved: None) -> None:
+        """Empties the slots."""
+        if not self.slots:
+            return
+        index = torch.tensor(sorted(self.slots), device=self.layers[0][0].device)
+        for tensor in (tensor for layer in self.layers for tensor in layer):
+            tensor.flatten(0, 1).index_fill_(0, index, 0)
+
+
 class DecodeStep:
     """Builds the decode runner and feeds it batches.
 
@@ -76,6 +109,7 @@ class DecodeStep:
         self._paths = config.sampling
         self._attention: dict[tuple[int, int], DecodeState] = {}
         self._random = np.random.default_rng(0)
+        self._written = _ExampleSlots(state.cache.layers)
         self.runner = DecodeRunner(
             self._forward,
             inputs=_declared(state, sizes=sizes),
@@ -83,6 +117,7 @@ class DecodeStep:
             buckets=sizes.decode,
             example=self._example,
             device=state.device,
+            state=(self._written,),
             modules=(state.decoder,),
             plan=self._plan,
             verify=config.verify,
@@ -94,6 +129,7 @@ class DecodeStep:
         """Captures all keys. The cache must be empty: the blocks of future requests are written."""
         with self.runner.capture_window():
             self.runner.capture()
+        self._written.slots = None
 
     def launch(self, batch: DecodeBatch) -> PendingTokens:
         """Puts a step on the stream.
@@ -194,7 +230,9 @@ class DecodeStep:
         live = DecodeLive(greedy=key.is_all_greedy_sample, context=context, block_tables=tables, seq_lens=lengths)
         columns = {} if live.greedy else self._example_columns(batch)
         rows = np.arange(1, batch + 1, dtype=np.int64)
-        return Example(inputs=self._inputs(rows, live=live, columns=columns), live={"step": live})
+        inputs = self._inputs(rows, live=live, columns=columns)
+        self._written.note(inputs["slots"].numpy())
+        return Example(inputs=inputs, live={"step": live})
 
     def _example_columns(self, batch: int) -> dict[str, npt.NDArray[Any]]:
         draw = self._random

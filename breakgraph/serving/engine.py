@@ -7,6 +7,7 @@ row and blocks come back when n+1 has been read.
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,8 @@ from breakgraph.serving.scheduler import DecodeBatch, PrefillBatch, Scheduler
 from breakgraph.serving.statistics import Counters, Statistics, collect
 
 __all__ = ["Engine", "Token"]
+
+_LOG = logging.getLogger(__name__)
 
 
 @attrs.frozen
@@ -116,6 +119,22 @@ class Engine:
             self.prefill.capture()
             self.decode.capture()
         self._counters.capture_seconds = time.perf_counter() - begin
+        self._warn_of_dropped()
+
+    def _warn_of_dropped(self) -> None:
+        """Says once what start-up could not make graphs of; the runners go on without, and answers stay right."""
+        statistics = self.statistics()
+        if not statistics.dropped:
+            return
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in statistics.dropped.items():
+            by_reason.setdefault(reason, []).append(name)
+        _LOG.warning(
+            "%d of %d graphs were dropped; their steps run eagerly, correct and slow:\n%s",
+            len(statistics.dropped),
+            len(statistics.dropped) + statistics.graphs,
+            "\n".join(f"- {', '.join(names)}: {reason}" for reason, names in by_reason.items()),
+        )
 
     @property
     def has_work(self) -> bool:

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import torch
 
 from breakgraph.capture_window import CaptureProgress
 from breakgraph.errors import ConfigError, InternalError
-from breakgraph.models.weights import LoadedModel, load_model
-from breakgraph.serving.config import EngineConfig
+from breakgraph.models.weights import LoadedModel, OpenedModel, open_model
+from breakgraph.serving.config import as_dtype, engine_config, sequence_limit
 from breakgraph.serving.engine import Engine, Token
-from breakgraph.serving.prompts import encode
+from breakgraph.serving.prompts import Prompt, encode, prompts_of
 from breakgraph.serving.requests import Chunk, Completion, FinishReason, Request, SamplingParams
+from breakgraph.serving.scheduler import check_prompt
 from breakgraph.serving.startup import build_engine, choose_device
 from breakgraph.serving.statistics import Statistics
 from breakgraph.serving.text import OutputText
 
 __all__ = ["LLM", "Progress"]
 
-Prompt = str | Sequence[int]
 Progress = Callable[[str, int, int], None]
-"""``progress(stage, done, total)``, while a model is loaded and graphs are captured."""
+"""``progress(stage, done, total)``, while a model is loaded and graphs are captured; ``done`` goes up to ``total``."""
 
 
 @attrs.define(eq=False)
@@ -53,29 +52,37 @@ class LLM:
     Args:
         model: "demo", a path that ``load_model`` takes, or a loaded model.
         device: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:1"; a loaded model keeps its own.
-        dtype: Of the weights; None takes bfloat16 on CUDA and float32 on a CPU. A loaded model keeps its own.
-        progress: Told about loading and capturing.
+        dtype: Of the weights, a dtype of torch or its name; None takes bfloat16 on CUDA and float32 on a CPU. A
+            loaded model keeps its own.
+        cache_root: Where converted GGUF files are kept, four bytes a parameter; None takes ``~/.cache/breakgraph``.
+        progress: Called as ``progress(stage, done, total)`` while the engine starts. The stages, in order:
+            "converting GGUF" (the first time that a GGUF file is used), "loading weights", then for "prefill graphs"
+            and for "decode graphs" the phases ": warm-up", ": capture" and ": verify".
         **options: Fields of ``EngineConfig``: ``max_batch_size``, ``max_num_tokens``, ``max_seq_len``,
             ``graphs`` and so on.
 
     Raises:
-        ConfigError: An option is out of range.
+        ConfigError: An option is unknown, out of range or of another type.
     """
 
     def __init__(
         self,
         model: str | Path | LoadedModel = "demo",
         *,
-        device: str = "auto",
-        dtype: torch.dtype | None = None,
+        device: str | torch.device = "auto",
+        dtype: torch.dtype | str | None = None,
+        cache_root: str | Path | None = None,
         progress: Progress | None = None,
         **options: Any,
     ) -> None:
-        self.config = EngineConfig(**options)
+        self.config = engine_config(options)
+        _check_arguments(model, device=device, cache_root=cache_root, progress=progress)
         self._source = model
-        self._device = device
-        self._dtype = dtype
+        self._device = str(device)
+        self._dtype = as_dtype(dtype)
+        self._cache_root = None if cache_root is None else Path(cache_root).expanduser()
         self._progress = progress
+        self._opened: OpenedModel | None = None
         self._model: LoadedModel | None = None
         self._engine: Engine | None = None
         self._answers: dict[Request, _Answer] = {}
@@ -95,17 +102,28 @@ class LLM:
     def model(self) -> LoadedModel:
         """The model; loaded now where it was not yet."""
         if self._model is None:
-            if isinstance(self._source, LoadedModel):
-                self._model = self._source
-            else:
-                self._model = load_model(
-                    self._source,
+            known = self._known
+            if isinstance(known, OpenedModel):
+                known = known.load(
                     device=choose_device(self._device),
                     dtype=self._dtype,
                     max_positions=self.config.max_seq_len,
                     progress=self._progress,
                 )
+            self._model = known
         return self._model
+
+    @property
+    def _known(self) -> LoadedModel | OpenedModel:
+        """The model, or all but its weights: enough to refuse a prompt."""
+        if self._model is not None:
+            return self._model
+        if isinstance(self._source, LoadedModel):
+            return self._source
+        if self._opened is None:
+            choose_device(self._device)  # a wrong device costs nothing to find
+            self._opened = open_model(self._source, cache_root=self._cache_root, progress=self._progress)
+        return self._opened
 
     @property
     def engine(self) -> Engine:
@@ -129,7 +147,7 @@ class LLM:
         Raises:
             ConfigError: It is empty, or the model has no tokenizer or no template.
         """
-        return encode(self.model, prompt, chat=chat)
+        return encode(self._known, prompt, chat=chat)
 
     def generate(
         self,
@@ -149,10 +167,12 @@ class LLM:
             One completion for each prompt, in order.
 
         Raises:
-            ConfigError: A prompt cannot be run; then none is.
+            ConfigError: A prompt cannot be run, or something is neither prompt nor parameters; then nothing is run.
         """
-        batch = _batch(prompts)
-        each = [params or SamplingParams()] * len(batch) if not isinstance(params, Sequence) else list(params)
+        batch = prompts_of(prompts)
+        several = isinstance(params, (list, tuple))
+        given = params if several else [SamplingParams() if params is None else params] * len(batch)
+        each = [_checked_params(one) for one in cast("Sequence[object]", given)]
         if len(each) != len(batch):
             raise ConfigError(
                 f"{len(batch)} prompts came with {len(each)} sampling parameters.",
@@ -186,7 +206,8 @@ class LLM:
         Raises:
             ConfigError: The prompt cannot be run.
         """
-        return self._pieces(self._submit(prompt, params=params or SamplingParams(), chat=chat))
+        wanted = SamplingParams() if params is None else _checked_params(params)
+        return self._pieces(self._submit(prompt, params=wanted, chat=chat))
 
     def _pieces(self, answer: _Answer) -> Iterator[Chunk]:
         try:
@@ -199,19 +220,32 @@ class LLM:
             self._abandon([answer])
 
     def _submit(self, prompt: Prompt, *, params: SamplingParams, chat: bool) -> _Answer:
-        model = self.model
-        ids = encode(model, prompt, chat=chat)
-        if params.stop and model.tokenizer is None:
+        known = self._known
+        ids = encode(known, prompt, chat=chat)
+        if params.stop and known.tokenizer is None:
             raise ConfigError(
-                f"SamplingParams.stop is {params.stop!r}, but {model.source} has no tokenizer.",
+                f"SamplingParams.stop is {params.stop!r}, but {known.source} has no tokenizer.",
                 why="Stop strings are looked for in the text.",
                 fix="Use stop_token_ids.",
             )
+        self._check_length(len(ids), known)
         request = self.engine.add(ids, params=params)
-        tokenizer = model.tokenizer
+        tokenizer = known.tokenizer
         text = None if tokenizer is None else OutputText(tokenizer, prompt_ids=ids, stop=params.stop)
         answer = self._answers[request] = _Answer(request, text)
         return answer
+
+    def _check_length(self, tokens: int, model: LoadedModel | OpenedModel) -> None:
+        """Refuses what never fits before weights are read and graphs captured: both take much longer than this."""
+        most = model.config.max_positions
+        if isinstance(model, LoadedModel):
+            most, device = model.max_positions, model.decoder.device
+        else:
+            device = choose_device(self._device)
+        limit = sequence_limit(self.config, max_positions=most, device_type=device.type)
+        larger = f"give a larger max_seq_len (the model has {model.config.max_positions} positions)"
+        way_out = larger if limit < model.config.max_positions else "use a model with more positions"
+        check_prompt(tokens, max_seq_len=limit, fix=f"Shorten the prompt, or {way_out}.")
 
     def _pump(self) -> None:
         engine = self.engine
@@ -266,23 +300,35 @@ class LLM:
             self._progress(f"{runner} graphs: {event.phase.value}", event.done, event.total)
 
 
-def _batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    texts: list[Prompt] = []
-    tokens: list[int] = []
-    for item in prompts:
-        if isinstance(item, Integral):  # integers of numpy are no int
-            tokens.append(int(item))
-        elif not isinstance(item, int):
-            texts.append(item)
-    if texts and tokens:
+def _check_arguments(model: object, *, device: object, cache_root: object, progress: object) -> None:
+    if not isinstance(model, (str, Path, LoadedModel)):
         raise ConfigError(
-            f"token {tokens[0]} stands among {len(texts)} prompts.",
-            why="One prompt is a text or a list of token ids; several are a list of those.",
-            fix="Put the token ids of one prompt into a list of their own.",
+            f'model is of type {type(model).__name__}; expected a path, "demo" or a LoadedModel.',
+            why="The engine runs decoders of its own, whose weights and shape come from a checkpoint.",
+            fix="Save the model with save_pretrained and give the folder; a module of your own: PrefillRunner, DecodeRunner.",
         )
-    return [tokens] if tokens else texts
+    _expect(isinstance(device, (str, torch.device)), "device", device, "auto, cpu or cuda")
+    _expect(cache_root is None or isinstance(cache_root, (str, Path)), "cache_root", cache_root, "a path or None")
+    _expect(progress is None or callable(progress), "progress", progress, "a function of (stage, done, total) or None")
+
+
+def _expect(fits: bool, name: str, value: object, kind: str) -> None:
+    if not fits:
+        raise ConfigError(
+            f"{name} is {value!r}; expected {kind}.",
+            why="It is used when the engine starts, long after this line.",
+            fix=f"Give {name} as {kind}, or leave it out.",
+        )
+
+
+def _checked_params(params: object) -> SamplingParams:
+    if isinstance(params, SamplingParams):
+        return params
+    raise ConfigError(
+        f"the sampling parameters are of type {type(params).__name__}: {params!r:.80}.",
+        why="SamplingParams checks names and ranges once, before anything runs.",
+        fix="Give SamplingParams(max_tokens=16), of a dict SamplingParams(**options), or a list with one for each prompt.",
+    )
 
 
 def _completion(answer: _Answer) -> Completion:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import attrs
 
 from breakgraph.buckets import Buckets
 from breakgraph.errors import ConfigError
 from breakgraph.models.generation import GenerationDefaults
-from breakgraph.models.weights import LoadedModel, load_model
+from breakgraph.models.weights import LoadedModel, OpenedModel, open_model
 from breakgraph.serving.config import EngineConfig, Graphs, SamplingPaths, token_limit
 from breakgraph.serving.llm import LLM, Progress
 from breakgraph.serving.prompts import encode, has_chat_template
@@ -72,6 +73,7 @@ class OnePrompt:
         device: "auto", "cpu" or "cuda".
         choices: Sampling options.
         graphs: Graphs, or every step eagerly.
+        cache_root: Where converted GGUF files are kept; None takes ``~/.cache/breakgraph``.
         progress: Told about loading and capturing.
         llm: The model's engine; None until ``start``.
     """
@@ -81,6 +83,7 @@ class OnePrompt:
     device: str = attrs.field(default="auto", kw_only=True)
     choices: Choices = attrs.field(kw_only=True)
     graphs: Graphs = attrs.field(default=Graphs.ON, kw_only=True)
+    cache_root: Path | None = attrs.field(default=None, kw_only=True)
     progress: Progress | None = attrs.field(default=None, kw_only=True)
     llm: LLM | None = attrs.field(default=None, init=False)
 
@@ -99,13 +102,29 @@ class OnePrompt:
             )
         self.choices.params(GenerationDefaults())
         device = choose_device(self.device)
-        model = load_model(self.model, device=device, progress=self.progress)
-        params = self.choices.params(model.generation)
-        ids = encode(model, self.prompt, chat=has_chat_template(model))
-        check_prompt(len(ids), max_seq_len=model.max_positions)
+        opened = open_model(self.model, cache_root=self.cache_root, progress=self.progress)
+        params = self.choices.params(opened.generation)
+        ids = self._tokens(opened)
+        model = opened.load(device=device, progress=self.progress)
         self.llm = self._sized(model, prompt_tokens=len(ids), params=params)
         self.llm.start()
         return self.llm.stream(ids, params)
+
+    def _tokens(self, opened: OpenedModel) -> list[int]:
+        """The prompt's tokens, known to fit, before the weights are read."""
+        if opened.tokenizer is None:
+            raise ConfigError(
+                f"{opened.source} has no tokenizer.",
+                why="The prompt has to become tokens first, and the answer text.",
+                fix="Put its tokenizer files (tokenizer.json, tokenizer_config.json) into the folder, or name another model.",
+            )
+        ids = encode(opened, self.prompt, chat=has_chat_template(opened))
+        check_prompt(
+            len(ids),
+            max_seq_len=opened.config.max_positions,
+            fix="Shorten the prompt, or use a model with more positions.",
+        )
+        return ids
 
     def _sized(self, model: LoadedModel, *, prompt_tokens: int, params: SamplingParams) -> LLM:
         """Graphs for the chunks of this prompt and for the contexts that its answer can reach, and no others."""

@@ -2,15 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from numbers import Integral
+from typing import cast
+
+import numpy as np
 
 from breakgraph.errors import ConfigError
-from breakgraph.models.weights import LoadedModel
+from breakgraph.models.weights import LoadedModel, OpenedModel
 
-__all__ = ["encode", "has_chat_template"]
+__all__ = ["Prompt", "encode", "has_chat_template", "prompts_of"]
+
+Prompt = str | Sequence[int]
 
 
-def encode(model: LoadedModel, prompt: str | Sequence[int], *, chat: bool) -> list[int]:
+def prompts_of(given: object) -> list[Prompt]:
+    """Makes a list of prompts of what a caller gave: one text, one list of token ids, or a list of either.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if isinstance(given, str):
+        return [given]
+    items = _items(given, what="the prompts are", kinds=(Sequence, Iterator))
+    tokens = [item for item in items if isinstance(item, Integral)]
+    if tokens and len(tokens) < len(items):
+        raise ConfigError(
+            f"token {tokens[0]} stands among {len(items) - len(tokens)} prompts.",
+            why="One prompt is a text or a list of token ids; several are a list of those.",
+            fix="Put the token ids of one prompt into a list of their own.",
+        )
+    prompts = [cast("Prompt", items)] if tokens else [cast("Prompt", item) for item in items]
+    for prompt in prompts:
+        _check_kind(prompt)
+    return prompts
+
+
+def _check_kind(prompt: object) -> None:
+    """Refuses what is neither a text nor token ids, before a model is loaded for it."""
+    if isinstance(prompt, str):
+        return
+    for token in _items(prompt, what="a prompt is"):
+        if isinstance(token, bool) or not isinstance(token, Integral):
+            raise ConfigError(
+                f"a prompt has token {token!r} of type {type(token).__name__}.",
+                why="Token ids are integers.",
+                fix="Give a text, or a list of integers: generate([[1, 2, 3]]). Several texts are a list of texts.",
+            )
+
+
+def _items(given: object, *, what: str, kinds: tuple[type, ...] = (Sequence,)) -> list[object]:
+    if isinstance(given, np.ndarray) and given.ndim:
+        return list(given)
+    if isinstance(given, kinds) and not isinstance(given, (str, bytes, bytearray)):
+        return list(cast("Iterable[object]", given))
+    raise ConfigError(
+        f"{what} of type {type(given).__name__}: {given!r:.80}.",
+        why="A prompt is a text or a list of token ids; anything else might be read in more than one way.",
+        fix="Give texts or lists of integers, of a tensor its tolist(): generate([[1, 2, 3]]), generate([text]).",
+    )
+
+
+def encode(model: LoadedModel | OpenedModel, prompt: Prompt, *, chat: bool) -> list[int]:
     """Turns a prompt into token ids.
 
     A plain text gets the special tokens that the tokenizer adds, such as BOS. A chat template writes them
@@ -22,8 +75,9 @@ def encode(model: LoadedModel, prompt: str | Sequence[int], *, chat: bool) -> li
         chat: Put a text into the chat template, as one message of a user.
 
     Raises:
-        ConfigError: It is empty, out of the vocabulary, or the model has no tokenizer or no template.
+        ConfigError: It is no prompt, is empty, out of the vocabulary, or the model has no tokenizer or no template.
     """
+    _check_kind(prompt)
     if not isinstance(prompt, str):
         return _checked_ids(prompt, vocabulary=model.config.vocab_size)
     if not prompt:
@@ -53,7 +107,7 @@ def encode(model: LoadedModel, prompt: str | Sequence[int], *, chat: bool) -> li
     return templated
 
 
-def has_chat_template(model: LoadedModel) -> bool:
+def has_chat_template(model: LoadedModel | OpenedModel) -> bool:
     """Whether the model's tokenizer comes with a chat template."""
     return model.tokenizer is not None and bool(model.tokenizer.chat_template)
 

@@ -43,16 +43,31 @@ def _refuse(name: str, got: object, *, expected: str, why: str) -> ConfigError:
     )
 
 
+def _why_no_temperature(value: object) -> str:
+    if isinstance(value, (int, float)) and value < 0:
+        return "The logits are divided by it; a negative one would prefer the least probable tokens."
+    return "The logits are divided by it, and what is not a finite number leaves no probabilities to draw from."
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
 
 
 def _as_strings(value: str | Iterable[str]) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
+    return (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
+
+
+def _as_tokens(value: int | Iterable[int]) -> tuple[int, ...]:
+    return tuple(value) if isinstance(value, Iterable) else (value,)
 
 
 @attrs.frozen(kw_only=True)
@@ -68,6 +83,7 @@ class SamplingParams:
         seed: Makes the draw repeatable: same seed, same prompt, same tokens. None takes one from the engine.
         stop: Strings that end the text; they are not part of it. One string or several.
         stop_token_ids: Tokens that end the request, besides those of the model; kept in ``token_ids``, not in the text.
+            One or several.
         ignore_eos: Goes on after the model's end-of-sequence tokens.
 
     Raises:
@@ -81,7 +97,7 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     stop: tuple[str, ...] = attrs.field(default=(), converter=_as_strings)
-    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=tuple)
+    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_as_tokens)
     ignore_eos: bool = False
 
     def __attrs_post_init__(self) -> None:
@@ -94,7 +110,7 @@ class SamplingParams:
                 "temperature",
                 self.temperature,
                 expected="a finite number of at least 0",
-                why="The logits are divided by it; a negative one would prefer the least probable tokens.",
+                why=_why_no_temperature(self.temperature),
             )
         if not _is_int(self.top_k) or not 0 <= self.top_k < 2**63:
             raise _refuse(

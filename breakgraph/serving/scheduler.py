@@ -268,12 +268,15 @@ class Scheduler:
         request.row = None
 
 
-def check_prompt(tokens: int, *, max_seq_len: int) -> None:
+def check_prompt(
+    tokens: int, *, max_seq_len: int, fix: str = "Shorten the prompt, or raise max_seq_len as far as the model goes."
+) -> None:
     """Refuses a prompt that leaves no room for a single new token.
 
     Args:
         tokens: Its length.
         max_seq_len: Most tokens of prompt and answer.
+        fix: What to do where it is too long.
 
     Raises:
         ConfigError: It is empty or too long.
@@ -288,7 +291,7 @@ def check_prompt(tokens: int, *, max_seq_len: int) -> None:
         raise ConfigError(
             f"the prompt has {tokens} tokens; at most {max_seq_len - 1} fit.",
             why=f"Prompt and answer share {max_seq_len} positions, and one is kept for the first new token.",
-            fix="Shorten the prompt, or use a model with more positions or a larger max_seq_len.",
+            fix=fix,
         )
 
 

@@ -22,7 +22,8 @@ class Phase:
     Attributes:
         steps: Steps launched.
         replays: Those that replayed a graph.
-        tokens: Tokens of all steps: recomputed prompts and thrown-away tokens included.
+        tokens: Tokens that the steps computed: recomputed prompts and thrown-away tokens included. The first token
+            of each answer comes from prefill, the others from decode.
         seconds: Time the host spent launching them and waiting for them.
     """
 
@@ -35,6 +36,13 @@ class Phase:
     def tokens_per_second(self) -> float:
         """Tokens by seconds; 0 before the first step."""
         return self.tokens / self.seconds if self.seconds else 0.0
+
+    def summary(self, name: str) -> str:
+        """A few words for people."""
+        return (
+            f"{name} {_count(self.tokens, 'token')} in {_count(self.steps, 'step')}"
+            f" ({self.tokens_per_second:.1f} tok/s)"
+        )
 
 
 @attrs.define
@@ -130,17 +138,21 @@ class Statistics:
         return phases | values
 
     def summary(self) -> str:
-        """One line for people."""
+        """One line for people, with the numbers of ``as_dict``."""
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.eager.items()))
+        dropped = f"; {_count(len(self.dropped), 'graph')} dropped" if self.dropped else ""
         return (
-            f"prefill {self.prompt_tokens} tokens in {self.prefill.steps} steps"
-            f" ({self.prefill.tokens_per_second:.1f} tok/s), decode {self.generated_tokens} tokens in"
-            f" {self.decode.steps} steps ({self.decode.tokens_per_second:.1f} tok/s);"
-            f" {self.prefill_replays + self.decode_replays} graph replays"
+            f"{_count(self.generated_tokens, 'token')} generated; {self.prefill.summary('prefill')},"
+            f" {self.decode.summary('decode')};"
+            f" {_count(self.prefill_replays + self.decode_replays, 'graph replay')}"
             f" ({self.prefill_replays} prefill, {self.decode_replays} decode),"
             f" {self.eager_steps} eager{f' ({reasons})' if reasons else ''};"
-            f" {self.segments} segments, {self.breaks} breaks"
+            f" {_count(self.segments, 'segment')}, {_count(self.breaks, 'break')}{dropped}"
         )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 class CountedRunner(Protocol):

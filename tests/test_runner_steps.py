@@ -1,0 +1,301 @@
+"""Between the halves of a step: what a launch may still change, and what it refuses."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from breakgraph.break_function import eager_on_graph
+from breakgraph.buckets import Buckets
+from breakgraph.errors import ConcurrentReplayError, ConfigError, LiveDataError, NoGraphError, ReplayError
+from breakgraph.graph_key import GraphKey
+from breakgraph.prefill_runner import Example, PrefillRunner
+from breakgraph.static_buffers import TOKENS, StaticInput
+from breakgraph.statistics import Reason
+from tests.runner_models import SLOTS, DecodeRig, Meta, PrefillRig
+from tests.test_decode_runner import Dummies, rows_and_positions
+
+
+@pytest.fixture
+def rig(device: torch.device) -> PrefillRig:
+    """A captured runner with buckets 4, 8 and 16."""
+    rig = PrefillRig(device)
+    rig.capture()
+    assert not rig.runner.dropped
+    return rig
+
+
+def tiny(device: torch.device, forward: Any, **options: Any) -> PrefillRunner:
+    """A captured runner of one float input and bucket 4."""
+    runner = PrefillRunner(
+        forward,
+        inputs=[StaticInput("ids", shape=(TOKENS,), dtype=torch.float32)],
+        buckets=Buckets.of([4]),
+        example=lambda key: Example({"ids": torch.randn(key.tokens)}),
+        device=device,
+        **options,
+    )
+    with runner.capture_window():
+        runner.capture()
+    return runner
+
+
+def ids(value: float) -> dict[str, torch.Tensor]:
+    """Four rows of one value."""
+    return {"ids": torch.full((4,), float(value))}
+
+
+# A launch that is refused changes nothing.
+
+
+@pytest.mark.parametrize("verify", ["first", "always"])
+def test_a_refused_launch_leaves_the_running_replay_alone(device: torch.device, verify: str) -> None:
+    """FAULT-R5, REQ-E8: a launch refused since another thread replays has written no static buffer and run no hook."""
+    entered, go = threading.Event(), threading.Event()
+    armed: list[int] = []
+    hooked: list[str] = []
+    got: dict[str, torch.Tensor] = {}
+
+    @eager_on_graph
+    def wait(x: torch.Tensor) -> torch.Tensor:
+        if armed and threading.current_thread().name == "first":
+            entered.set()
+            assert go.wait(20)
+        return x * 1
+
+    runner = tiny(
+        device,
+        lambda ids: wait(ids * 0) + ids * 2,
+        verify=verify,
+        hooks=[lambda key, live: hooked.append(threading.current_thread().name)],
+    )
+    armed.append(1)
+    hooked.clear()
+    first = threading.Thread(target=lambda: got.update(first=runner.run(ids(1), size=4).output.clone()), name="first")
+    first.start()
+    assert entered.wait(20)
+    try:
+        prepared = runner.prepare(ids(100), size=4)
+        with pytest.raises(ConcurrentReplayError):
+            runner.launch(prepared)
+    finally:
+        go.set()
+        first.join(20)
+    assert set(hooked) == {"first"}
+    assert got["first"].tolist() == [2.0] * 4
+    assert runner.launch(prepared).output.tolist() == [200.0] * 4
+
+
+def test_hooks_run_while_the_pool_is_held(device: torch.device) -> None:
+    """REQ-E5: a hook runs after the copy-in of its step and before the first segment, with the pool taken."""
+    seen = []
+    holder: list[PrefillRunner] = []
+
+    def hook(key: Any, live: Any) -> None:
+        if holder:
+            arena = holder[0]._builder.stage.arena
+            seen.append((arena[:16].view(torch.float32).tolist(), holder[0].pool._lock.locked()))
+
+    runner = tiny(device, lambda ids: ids * 2, hooks=[hook])
+    holder.append(runner)
+    assert runner.run(ids(3), size=4).output.tolist() == [6.0] * 4
+    assert seen == [([3.0] * 4, True)]
+
+
+def test_the_live_mapping_is_copied(rig: PrefillRig) -> None:
+    """REQ-E8, FAULT-F1: a caller that refills one dict for step n+1 has not changed step n, graph or eager."""
+    for size, padded in ((5, 8), (20, 20)):
+        inputs, live = rig.step(size)
+        expected = rig.twin(inputs, live, padded=padded)
+        prepared = rig.runner.prepare(inputs, size=size, live=live)
+        live["meta"] = Meta(factor=1000.0, lengths=[size])
+        assert torch.equal(rig.runner.launch(prepared).output, expected)
+
+
+# Steps whose graph is not there any more.
+
+
+def test_a_step_of_another_runner_is_refused(device: torch.device) -> None:
+    """REQ-E8: launching what another runner prepared is an error, for a graph and for an eager step."""
+    double, triple = (tiny(device, forward) for forward in (lambda ids: ids * 2, lambda ids: ids * 3))
+    for inputs, size in ((ids(100), 4), ({"ids": torch.ones(5)}, 5)):
+        prepared = double.prepare(inputs, size=size)
+        with pytest.raises(ReplayError, match="another runner prepared") as caught:
+            triple.launch(prepared)
+        assert caught.value.why
+        assert caught.value.fix
+    assert double.launch(double.prepare(ids(100), size=4)).output.tolist() == [200.0] * 4
+
+
+def test_a_step_from_before_clear_is_refused(device: torch.device) -> None:
+    """REQ-D6: clear() frees what a prepared step's graph reads, so its launch is an error; an eager step still runs."""
+    runner = tiny(device, lambda ids: ids * 2)
+    graph, eager = runner.prepare(ids(1), size=4), runner.prepare({"ids": torch.ones(5)}, size=5)
+    runner.clear()
+    with pytest.raises(ReplayError, match=r"before clear\(\)"):
+        runner.launch(graph)
+    assert runner.launch(eager).output.tolist() == [2.0] * 5
+    with runner.capture_window():
+        runner.capture()
+    with pytest.raises(ReplayError, match=r"before clear\(\)"):
+        runner.launch(graph)
+
+
+def test_a_step_whose_graph_was_dropped_meanwhile_runs_eagerly(device: torch.device) -> None:
+    """REQ-E9, FAULT-R4: two steps ahead, the first drops the graph: the second is right, eager, counted as DROPPED."""
+    factor = [2.0]
+    runner = tiny(device, lambda ids: ids * factor[0], verify="always")
+    factor[0] = 3.0
+    first, second = runner.prepare(ids(1), size=4), runner.prepare({"ids": torch.full((3,), 5.0)}, size=3)
+    assert runner.launch(first).output.tolist() == [3.0] * 4
+    result = runner.launch(second)
+    assert (result.replayed, result.reason) == (False, Reason.DROPPED)
+    assert "differs from eager" in result.detail
+    assert result.output.tolist() == [15.0] * 3
+    assert runner.statistics.eager == {"DROPPED": 2}
+
+
+def test_fallback_error_holds_for_a_graph_dropped_meanwhile(device: torch.device) -> None:
+    """REQ-E9: with fallback="error" such a step is a NoGraphError as well."""
+    factor = [2.0]
+    runner = tiny(device, lambda ids: ids * factor[0], verify="always", fallback="error")
+    factor[0] = 3.0
+    first, second = runner.prepare(ids(1), size=4), runner.prepare(ids(5), size=4)
+    for prepared in (first, second):
+        with pytest.raises(NoGraphError, match="(?i)dropped"):
+            runner.launch(prepared)
+
+
+def test_suspend_holds_for_steps_that_are_launched_inside(rig: PrefillRig) -> None:
+    """REQ-B, REQ-E9: a step prepared for a graph and launched inside suspend() runs eagerly, with the same numbers."""
+    inputs, live = rig.step(5)
+    expected = rig.twin(inputs, live, padded=8)
+    prepared = rig.runner.prepare(inputs, size=5, live=live)
+    with rig.runner.suspend(Reason.RANK_DISAGREEMENT):
+        result = rig.runner.launch(prepared)
+    assert (result.replayed, result.reason) == (False, Reason.RANK_DISAGREEMENT)
+    assert torch.equal(result.output, expected)
+    assert rig.runner.statistics.replays == 0
+
+
+# Options that cost or change something at each step.
+
+
+def test_verify_always_runs_each_break_three_times(device: torch.device) -> None:
+    """verify="always" is for debugging: a step runs its breaks in a replay, in the eager twin, and in what it returns."""
+    calls: list[int] = []
+
+    @eager_on_graph
+    def count(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return x * 1
+
+    runner = tiny(device, lambda ids: count(ids * 2) + 1, verify="always")
+    calls.clear()
+    assert runner.run(ids(1), size=4).output.tolist() == [3.0] * 4
+    assert len(calls) == 3
+
+
+def test_autocast_of_the_capture_is_not_that_of_an_eager_step(device: torch.device) -> None:
+    """FAULT-E8: modes around capture() are those of replays; an eager step runs in the modes of its caller."""
+    weight = torch.randn(4, 4, device=device)
+    forward = lambda ids: ids.new_ones(len(ids), 4) @ weight  # noqa: E731
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        runner = tiny(device, forward)
+        assert not runner.dropped
+    assert runner.run(ids(1), size=4).output.dtype is torch.bfloat16
+    with runner.suspend():
+        assert runner.run(ids(1), size=4).output.dtype is torch.float32
+
+
+# Padding requests.
+
+
+def test_a_padding_request_given_back_is_not_written(device: torch.device) -> None:
+    """REQ-C5, FAULT-P10: a step padded with a request that was given back since is refused and has written nothing."""
+    dummies = Dummies(free=2)
+    rig = DecodeRig(device, dummies=dummies)
+    rig.capture()
+    for give_back in (rig.runner.release_dummies, lambda: rig.runner.suspend_dummies().__enter__()):
+        padded = rig.runner.prepare(rows_and_positions([1, 2, 3], [0, 0, 0]), key=GraphKey(3))
+        full = rig.runner.prepare(rows_and_positions([1, 2], [0, 0]), key=GraphKey(2))
+        assert padded.replays
+        give_back()
+        before = rig.last_token.clone()
+        with pytest.raises(ReplayError, match="padding request was given back"):
+            rig.runner.launch(padded)
+        assert torch.equal(rig.last_token, before)
+        assert rig.runner.launch(full).replayed
+
+
+def test_clear_keeps_padding_requests(device: torch.device) -> None:
+    """REQ-C4: clear() keeps padding requests for the next capture; release_dummies() gives them back."""
+    dummies = Dummies(free=2)
+    rig = DecodeRig(device, dummies=dummies)
+    rig.capture()
+    rig.runner.clear()
+    assert dummies.free == 1
+    rig.runner.release_dummies()
+    assert dummies.free == 2
+
+
+@pytest.mark.parametrize("rows", [{"row": torch.tensor([1])}, {"last_token": torch.tensor([1])}, {"rows": [1]}])
+def test_rows_of_a_padding_request_are_held_to_the_inputs(device: torch.device, rows: Any) -> None:
+    """REQ-C2: rows for an input that does not exist or has no symbolic axis are refused and the request is given back."""
+
+    class Odd(Dummies):
+        def allocate(self, *, draft_len: int) -> Any:
+            super().allocate(draft_len=draft_len)
+            return rows
+
+    dummies = Odd(free=2, token_row=SLOTS - 1)
+    rig = DecodeRig(device, dummies=dummies)
+    with pytest.raises(ConfigError, match="padding request has rows for"):
+        rig.capture()
+    assert dummies.free == 2
+
+
+# Live data.
+
+
+@pytest.mark.parametrize("size", [4, 5])
+def test_names_of_live_data_are_held_to_forward(device: torch.device, size: int) -> None:
+    """FAULT-F1, REQ-E9: a missing or unknown name is a LiveDataError before anything runs, in graph and eager steps."""
+    runner = PrefillRunner(
+        lambda ids, factor, bias=0.0: ids * factor + bias,
+        inputs=[StaticInput("ids", shape=(TOKENS,), dtype=torch.float32)],
+        buckets=Buckets.of([4]),
+        example=lambda key: Example({"ids": torch.randn(key.tokens)}, {"factor": 2.0}),
+        device=device,
+        verify="never",
+    )
+    with runner.capture_window():
+        runner.capture()
+    inputs = {"ids": torch.ones(size)}
+    with pytest.raises(LiveDataError, match=r"missing \['factor'\]"):
+        runner.prepare(inputs, size=size)
+    with pytest.raises(LiveDataError, match=r"unknown names \['zz'\]; forward takes \['bias', 'factor'\]"):
+        runner.prepare(inputs, size=size, live={"factor": 2.0, "zz": 1})
+    with pytest.raises(LiveDataError, match="is a list; expected a mapping"):
+        runner.prepare(inputs, size=size, live=["factor"])  # type: ignore[arg-type]
+    assert runner.run(inputs, size=size, live={"factor": 2.0}).output.tolist() == [2.0] * size
+
+
+def test_a_wrapper_may_add_live_arguments_of_its_own(device: torch.device) -> None:
+    """A forward behind functools.wraps is held to the wrapper's parameters, not to those of what it wraps."""
+
+    def inner(ids: torch.Tensor, scale: float) -> torch.Tensor:
+        return ids * scale
+
+    @functools.wraps(inner)
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        return inner(ids, 3.0)
+
+    runner = tiny(device, forward)
+    assert runner.run(ids(1), size=4).output.tolist() == [3.0] * 4
+    with pytest.raises(LiveDataError, match="unknown names"):
+        runner.run(ids(1), size=4, live={"scale": 2.0})
