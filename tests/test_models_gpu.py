@@ -165,6 +165,7 @@ def test_captured_decode_equals_torch(shape: tuple[int, int, int], batch: int) -
         assert torch.isfinite(out).all()
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_planning_a_decode_does_not_wait_for_the_device() -> None:
     """No copy of a plan makes torch synchronise, so the host can plan while the step before is running."""
     ours, _ = _pair(SHAPES[2])
