@@ -1,0 +1,99 @@
+"""What the package cannot see: each row of docs/footguns.md that has no refusal has its test here, so that it stays true."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from breakgraph import BreakableCUDAGraph, BreakableCUDAGraphCapture, GraphPool, eager_on_graph
+
+
+def test_a_returned_tensor_that_was_not_an_argument_is_a_copy() -> None:
+    """A break that returns a buffer of its module hands the model a bridge: later writes to either are not shared."""
+    buffer = torch.zeros(4)
+
+    @eager_on_graph
+    def get() -> torch.Tensor:
+        return buffer
+
+    @eager_on_graph
+    def get_given(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    x = torch.ones(4)
+    graph = BreakableCUDAGraph()
+    with BreakableCUDAGraphCapture(graph, backend="emulated"):
+        get().add_(x)
+        get_given(buffer).add_(x * 10)  # what is passed in stays in place
+    assert buffer.tolist() == [10.0] * 4
+    graph.replay()
+    assert buffer.tolist() == [20.0] * 4
+
+
+def test_results_of_a_graph_end_with_the_next_capture_of_its_pool() -> None:
+    """Bridges of a pool are shared: what one graph's break returned is overwritten by the capture of the next."""
+    pool = GraphPool(backend="emulated")
+
+    @eager_on_graph
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    x = torch.ones(4)
+    first, second = BreakableCUDAGraph(), BreakableCUDAGraph()
+    with BreakableCUDAGraphCapture(first, pool=pool):
+        bridge = double(x + 1)
+        kept = bridge.clone()
+    with BreakableCUDAGraphCapture(second, pool=pool):
+        double(x * 10) + 0
+    assert bridge.tolist() == [20.0] * 4
+    first.replay()
+    assert bridge.tolist() == kept.tolist() == [4.0] * 4
+
+
+def test_context_managers_of_the_model_are_not_in_force_in_replayed_breaks() -> None:
+    """Grad, inference and autocast modes are kept; any other setting that the forward makes around a break is not."""
+    setting = ["default"]
+    seen: list[str] = []
+
+    @contextmanager
+    def set_to(value: str) -> Iterator[None]:
+        setting[0] = value
+        yield
+        setting[0] = "default"
+
+    @eager_on_graph
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(setting[0])
+        return x * 1
+
+    graph = BreakableCUDAGraph()
+    with BreakableCUDAGraphCapture(graph, backend="emulated"), set_to("mine"):
+        look(torch.ones(2) + 1) * 2
+    graph.replay()
+    assert seen == ["mine", "default"]
+
+
+def test_two_hoisted_breaks_over_one_workspace_leave_the_last_values() -> None:
+    """Both run before the first segment at a replay, though the forward reads the workspace between them."""
+    workspace = torch.zeros(4)
+
+    @eager_on_graph(hoist=True, live=("n",))
+    def plan(target: torch.Tensor, n: float) -> None:
+        target.fill_(n)
+
+    @eager_on_graph(hoist=True, live={"n": "m"})
+    def plan_again(target: torch.Tensor, n: float) -> None:
+        target.fill_(n)
+
+    x = torch.zeros(4)
+    graph = BreakableCUDAGraph()
+    with BreakableCUDAGraphCapture(graph, backend="emulated", live={"n": 1.0, "m": 2.0}):
+        plan(workspace, 1.0)
+        y = x + workspace
+        plan_again(workspace, 2.0)
+        out = y * 100 + workspace
+    assert out.tolist() == [102.0] * 4
+    graph.replay(live={"n": 3.0, "m": 4.0})
+    assert out.tolist() == [404.0] * 4  # eager would give 304
