@@ -133,7 +133,12 @@ class BreakableCUDAGraphCapture:
             free_before = pool.backend.free_bytes()
             previous = install(recorder)
             stack.callback(install, previous)
-            recorder.begin_segment()
+            try:
+                recorder.begin_segment()
+            except BaseException:
+                with suppress(Exception):
+                    recorder.fail()
+                raise
             self._running = _Running(
                 pool=pool,
                 recorder=recorder,
@@ -150,14 +155,13 @@ class BreakableCUDAGraphCapture:
         running, self._running = self._running, None
         assert running is not None
         if error is not None:
+            # Teardown never replaces what the user's code raised.
+            running.give_up(error)
+            add_note(error, f"raised during the capture of {self.graph.name}; nothing of it was kept")
             try:
-                running.give_up()
-                add_note(error, f"raised during the capture of {self.graph.name}; nothing of it was kept")
-            finally:
-                try:
-                    running.stack.close()
-                except Exception as late:  # teardown never replaces what the user's code raised
-                    add_note(error, f"putting things back raised {type(late).__name__} as well: {late}")
+                running.stack.close()
+            except Exception as late:
+                _note_late(error, late)
             return
         try:
             # Leaving the stack puts back frame, streams, modes, gc, state and locks, in that order.
@@ -165,11 +169,11 @@ class BreakableCUDAGraphCapture:
                 try:
                     running.recorder.seal()
                     self._check_breaks(running.recorder.steps, device=running.pool.device)
-                except BaseException:
-                    running.give_up()
+                except BaseException as failed:
+                    running.give_up(failed)
                     raise
-        except BaseException:
-            running.give_up()  # also where putting the state back failed: a second time it does nothing
+        except BaseException as failed:
+            running.give_up(failed)  # also where putting the state back failed: a second time it does nothing
             raise
         program = Program.seal(
             running.recorder,
@@ -287,11 +291,17 @@ class _Running:
     started: float
     free_before: int
 
-    def give_up(self) -> None:
-        """Drop everything recorded and put the generators back; raises nothing."""
-        self.recorder.fail()
-        with suppress(Exception):
-            self.random.restore()
+    def give_up(self, error: BaseException) -> None:
+        """Drop everything recorded and put the generators back; what raises in here becomes a note of `error`."""
+        for undo in (self.recorder.fail, self.random.restore):
+            try:
+                undo()
+            except Exception as late:  # after an error of the driver that sticks, every call into it raises
+                _note_late(error, late)
+
+
+def _note_late(error: BaseException, late: Exception) -> None:
+    add_note(error, f"putting things back raised {type(late).__name__} as well: {late}")
 
 
 @contextmanager

@@ -97,15 +97,17 @@ class Recorder(Frame):
         self._move(State.SEALED)
 
     def fail(self) -> None:
-        """Any state -> failed: nothing recorded is kept. Raises nothing."""
-        self._pool.backend.abort()
-        self.state = State.FAILED
-        for step in self.steps:
-            if step.segment is not None:
-                step.segment.reset()
-        self.steps.clear()
-        # After a failure memory is to be where it was; after a reset the pool keeps it for the next capture.
-        self._pool.backend.release()
+        """Any state -> failed: nothing recorded is kept."""
+        try:
+            self._pool.backend.abort()
+        finally:
+            self.state = State.FAILED
+            for step in self.steps:
+                if step.segment is not None:
+                    step.segment.reset()
+            self.steps.clear()
+            # After a failure memory is to be where it was; after a reset the pool keeps it for the next capture.
+            self._pool.backend.release()
 
     def _move(self, to: State) -> None:
         if to not in _MOVES[self.state]:

@@ -353,6 +353,47 @@ def test_one_failing_restore_leaves_nothing_else_changed() -> None:
         torch.ones(2) * 2
 
 
+@pytest.mark.parametrize("what", ["abort", "release"])
+def test_a_failing_teardown_is_a_note_of_the_users_exception(what: str) -> None:
+    """FAULT-E1: a backend that can no longer clean up (a driver error that sticks) does not replace the ValueError."""
+    pool = GraphPool(backend="emulated")
+    state = torch.zeros(2)
+
+    def broken() -> None:
+        raise RuntimeError("driver")
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        state.add_(1)
+        raise ValueError("mine")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool.backend, what, broken)
+        with pytest.raises(ValueError, match="mine") as caught:
+            capture(forward, torch.ones(2), pool=pool, state=(state,))
+    assert any("RuntimeError as well: driver" in note for note in caught.value.__notes__)
+    assert state.tolist() == [0.0, 0.0]
+    assert gc.isenabled()
+    assert current_frame() is None
+
+
+def test_a_first_segment_that_cannot_begin_leaves_nothing_entered() -> None:
+    """FAULT-E1: the backend's error reaches the caller; locks, frame and gc are as before, and the next capture works."""
+    pool = GraphPool(backend="emulated")
+
+    def broken() -> None:
+        raise RuntimeError("begin")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool.backend, "begin", broken)
+        with pytest.raises(RuntimeError, match="begin"):
+            capture(lambda x: x * 2, torch.ones(2), pool=pool)
+    assert gc.isenabled()
+    assert current_frame() is None
+    graph, out = capture(lambda x: x * 2, torch.ones(2), pool=pool)
+    graph.replay()
+    assert out.tolist() == [2.0, 2.0]
+
+
 def test_a_graph_that_is_dropped_without_reset_frees_its_memory() -> None:
     """FAULT-E11: only live graphs count towards their pool."""
     pool = GraphPool(backend="emulated")

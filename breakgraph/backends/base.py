@@ -79,7 +79,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def abort(self) -> None:
-        """End a segment whose body raised, keep nothing of it. Raises nothing."""
+        """End a segment whose body raised, keep nothing of it; what it raises, the capture makes a note of."""
 
     @abc.abstractmethod
     def release(self) -> None:
