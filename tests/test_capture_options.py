@@ -107,8 +107,8 @@ def test_adjacent_breaks_have_no_segment_between_them(backend: str, device: torc
     assert [step.kind.value for step in graph.steps] == ["segment", "break", "break", "break", "segment"]
 
 
-def test_dropping_a_pool_gives_its_memory_back() -> None:
-    """Graphs of a pool that nobody holds are gone with it."""
+def test_a_reset_gives_the_pool_its_memory_back() -> None:
+    """FAULT-E11: what the segments of a graph kept is counted while it lives and not afterwards."""
     pool = GraphPool(backend="emulated")
     graph = BreakableCUDAGraph()
     with BreakableCUDAGraphCapture(graph, pool=pool):

@@ -192,7 +192,7 @@ def test_events_cross_boundaries() -> None:
         other.wait_event(inside)
         with torch.cuda.stream(other):
             copied.copy_(y)
-        assert inside.query() in (True, False)
+        inside.query()  # legal here: the event was recorded for real behind the segment; a captured one would raise
 
     def feed(value: torch.Tensor) -> None:
         side.wait_stream(torch.cuda.current_stream())
