@@ -298,7 +298,13 @@ class CudaBackend(Backend):
         graph = torch.cuda.CUDAGraph()
         with pool_handle_kept(self.handle):
             graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
-        torch.zeros(1, device=self.device)
+        try:
+            torch.zeros(1, device=self.device)
+        except BaseException:
+            # Out of memory: the stream must not stay in capture.
+            with contextlib.suppress(Exception):
+                graph.capture_end()
+            raise
         graph.capture_end()
         return graph
 
