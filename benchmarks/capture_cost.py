@@ -4,8 +4,11 @@
 
 1. Replay: 33 segments of 8 small kernels with 32 breaks that do nothing; host time until the last call returns, the device idle
    at the start, the final synchronisation excluded, medians of 200.
-2. Capture: the 8B shape, 128 tokens, one bucket, attention in place in a break per layer, after warm-up.
-3. Memory: seven buckets 2048 ... 16, largest first, against the largest alone: drop of free device memory since warm-up.
+2. Capture: the 8B shape, 128 tokens, one bucket, attention in place in a break per layer, after warm-up. Beside it the least
+   that torch needs for the same 33 segments: begin, end, instantiate, launch, and a plain call of each break.
+3. Memory: seven buckets 2048 ... 16, largest first, against the largest alone: drop of free device memory since warm-up, each
+   graph replayed once, since the driver takes an executable's memory at its first launch.
+4. Executables: device memory that the driver takes for one of 1 kernel and one of 12, and host time to instantiate it.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -149,35 +153,106 @@ class Prefill:
         return result
 
 
-def ours_capture(forward: Prefill, inputs: dict[str, torch.Tensor], pool: GraphPool) -> BreakableCUDAGraph:
-    """One capture with this package."""
-    graph = BreakableCUDAGraph()
-    with BreakableCUDAGraphCapture(graph, pool=pool):
-        forward(**inputs)
-    return graph
+class TorchAlone:
+    """The least that torch needs: segments around plain calls, no bookkeeping."""
+
+    def __init__(self) -> None:
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self._handle = torch.cuda.graph_pool_handle()
+        self._open = False
+
+    def mark(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A break: end the segment, call, begin the next."""
+
+        def call(*args: Any) -> Any:
+            if not self._open:
+                return function(*args)
+            self.end()
+            result = function(*args)
+            self.begin()
+            return result
+
+        return call
+
+    def begin(self) -> None:
+        """Begin a segment."""
+        self.graphs.append(torch.cuda.CUDAGraph())
+        self.graphs[-1].capture_begin(pool=self._handle, capture_error_mode="thread_local")
+        self._open = True
+
+    def end(self) -> None:
+        """End it, which instantiates it, and launch it."""
+        self.graphs[-1].capture_end()
+        self.graphs[-1].replay()
+        self._open = False
+
+    def reset(self) -> None:
+        """Give the segments back."""
+        for graph in self.graphs:
+            graph.reset()
+        self.graphs = []
+        self._handle = torch.cuda.graph_pool_handle()
 
 
-def capture_cost(name: str, peer: Any, *, memory: bool) -> dict[str, float]:
-    """Milliseconds of a capture of 128 tokens and MiB that buckets take, for this package or for the peer."""
-    forward = Prefill(name, mark=eager_on_graph if peer is None else peer.no_graph)
-    pool = GraphPool(backend="cuda")
-    handle: Any = None
-    stream = torch.cuda.Stream()
+class Subject:
+    """One way to capture the decoder's body: this package, the peer, or torch alone.
 
-    def one(inputs: dict[str, torch.Tensor]) -> Any:
-        nonlocal handle
-        if peer is None:
-            return ours_capture(forward, inputs, pool)
-        graph = peer.BreakableCUDAGraph(pool=handle)
-        handle = graph.pool()
-        with peer.breakable_graph(graph, stream=stream):
-            forward(**inputs)
+    Args:
+        name: Shape of the model.
+        kind: `ours`, `peer` or `torch alone`.
+        peer: The peer's module.
+    """
+
+    def __init__(self, name: str, kind: str, peer: Any) -> None:
+        self.kind = kind
+        self.peer = peer
+        self.alone = TorchAlone()
+        self.pool = GraphPool(backend="cuda")
+        self.stream = torch.cuda.Stream()
+        self.handle: Any = None
+        marks = {"ours": eager_on_graph, "torch alone": self.alone.mark}
+        self.forward = Prefill(name, mark=peer.no_graph if kind == "peer" else marks[kind])
+
+    def capture(self, inputs: dict[str, torch.Tensor]) -> Any:
+        """One capture; returns something with `replay()` and `reset()`."""
+        if self.kind == "ours":
+            graph = BreakableCUDAGraph()
+            with BreakableCUDAGraphCapture(graph, pool=self.pool):
+                self.forward(**inputs)
+            return graph
+        if self.kind == "torch alone":
+            with torch.cuda.stream(self.stream):
+                self.alone.begin()
+                self.forward(**inputs)
+                self.alone.end()
+            return self.alone
+        graph = self.peer.BreakableCUDAGraph(pool=self.handle)
+        self.handle = graph.pool()
+        with self.peer.breakable_graph(graph, stream=self.stream):
+            self.forward(**inputs)
         return graph
 
+    def launches(self, graph: Any) -> list[Callable[[], Any]]:
+        """The launches of its segments, without the breaks."""
+        if self.kind == "ours":
+            return [segment.bound() for segment in graph.segments]
+        graphs = graph.graphs if self.kind == "torch alone" else graph._segments
+        return [segment.replay for segment in graphs if isinstance(segment, torch.cuda.CUDAGraph)]
+
+
+def _call_all(calls: list[Callable[[], Any]]) -> None:
+    for call in calls:
+        call()
+
+
+def capture_cost(name: str, kind: str, peer: Any) -> dict[str, float]:
+    """Milliseconds of a capture of 128 tokens and MiB that buckets take, for one subject."""
+    subject = Subject(name, kind, peer)
+    forward = subject.forward
     result: dict[str, float] = {}
     with torch.no_grad():
         sizes = (2048, 1024, 512, 256, 128, 64, 16)
-        for context in (pool.on_capture_stream(), torch.cuda.stream(stream)):
+        for context in (subject.pool.on_capture_stream(), torch.cuda.stream(subject.stream)):
             with context:
                 for tokens in sizes:
                     forward(**forward.inputs(tokens))
@@ -185,32 +260,64 @@ def capture_cost(name: str, peer: Any, *, memory: bool) -> dict[str, float]:
         inputs = forward.inputs(128)
         eager = host_time(lambda: forward(**inputs), repeats=20) / 1000
         times = []
-        for _ in range(4):
+        for _ in range(9):
             gc.collect()
             torch.cuda.synchronize()
             begin = time.perf_counter()
-            graph = one(inputs)
-            torch.cuda.synchronize()
+            graph = subject.capture(inputs)
             times.append(1000 * (time.perf_counter() - begin))
-            launches = host_time(graph.replay, repeats=20) / 1000
+            torch.cuda.synchronize()
+            launches = host_time(partial(_call_all, subject.launches(graph)), repeats=20) / 1000
             graph.reset()
         result["capture_ms"] = round(statistics.median(times[1:]), 2)
         result["eager_host_ms"] = round(eager, 2)
-        result["replay_host_ms"] = round(launches, 2)
+        result["launches_host_ms"] = round(launches, 2)
         result["overhead_ms"] = round(result["capture_ms"] - eager - launches, 2)
-        if memory:
-            gc.collect()
-            torch.cuda.empty_cache()
-            kept = []
-            before = torch.cuda.mem_get_info()[0]
-            for tokens in sizes:
-                kept.append((one(forward.inputs(tokens)), tokens))
-                torch.cuda.synchronize()
-                taken = (before - torch.cuda.mem_get_info()[0]) / 2**20
-                result.setdefault("largest_mib", round(taken, 1))
-                result["all_seven_mib"] = round(taken, 1)
-            result["all_over_largest"] = round(result["all_seven_mib"] / result["largest_mib"], 3)
+        if kind == "torch alone":
+            return result
+        gc.collect()
+        torch.cuda.empty_cache()
+        kept = []
+        before, reserved = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
+        for tokens in sizes:
+            kept.append(subject.capture(forward.inputs(tokens)))
+            kept[-1].replay()
+            torch.cuda.synchronize()
+            taken = (before - torch.cuda.mem_get_info()[0]) / 2**20
+            result.setdefault("largest_mib", round(taken, 1))
+            result["all_seven_mib"] = round(taken, 1)
+        result["of_it_executables_mib"] = round(taken - (torch.cuda.memory_reserved() - reserved) / 2**20, 1)
+        result["all_over_largest"] = round(result["all_seven_mib"] / result["largest_mib"], 3)
     return result
+
+
+def executable_cost(kernels: int, *, count: int = 330) -> dict[str, float]:
+    """KiB of device memory and microseconds of host time that one instantiated graph of `kernels` kernels takes."""
+    x = torch.zeros(1024, device="cuda")
+    graphs = []
+    with torch.cuda.stream(torch.cuda.Stream()):
+        handle = torch.cuda.graph_pool_handle()
+        for _ in range(count):
+            graph = torch.cuda.CUDAGraph(keep_graph=True)
+            graph.capture_begin(pool=handle)
+            for _ in range(kernels):
+                x.add_(1.0)
+            graph.capture_end()
+            graphs.append(graph)
+        torch.cuda.synchronize()
+        before, times = torch.cuda.mem_get_info()[0], []
+        for graph in graphs:
+            begin = time.perf_counter()
+            graph.instantiate()
+            times.append(1e6 * (time.perf_counter() - begin))
+            graph.replay()
+        torch.cuda.synchronize()
+    taken = before - torch.cuda.mem_get_info()[0]
+    return {
+        "kernels": kernels,
+        "device_kib": round(taken / count / 1024, 1),
+        "instantiate_us": round(statistics.median(times), 1),
+    }
 
 
 def main() -> None:
@@ -228,13 +335,16 @@ def main() -> None:
     if peer is not None:
         results["versions"]["breakable-cuda-graphs"] = metadata.version("breakable-cuda-graphs")
     results["replay"] = replay_cost(peer)
-    results["capture"] = {"ours": capture_cost(options.shape, None, memory=True)}
-    gc.collect()
-    torch.cuda.empty_cache()
+    results["capture"] = {}
+    for kind in ("torch alone", "ours", *(() if peer is None else ("peer",))):
+        results["capture"][kind] = capture_cost(options.shape, kind, peer)
+        gc.collect()
+        torch.cuda.empty_cache()
     if peer is not None:
-        results["capture"]["peer"] = capture_cost(options.shape, peer, memory=True)
-        ours, theirs = results["capture"]["ours"], results["capture"]["peer"]
-        results["capture"]["overhead_ours_over_peer"] = round(ours["overhead_ms"] / theirs["overhead_ms"], 3)
+        least, ours, theirs = (results["capture"][kind]["overhead_ms"] for kind in ("torch alone", "ours", "peer"))
+        results["capture"]["overhead_ours_over_peer"] = round(ours / theirs, 3)
+        results["capture"]["overhead_torch_alone_over_peer"] = round(least / theirs, 3)
+    results["executables"] = [executable_cost(1), executable_cost(12)]
     options.out.write_text(json.dumps(results, indent=1) + "\n")
     print(json.dumps(results, indent=1))
 

@@ -47,13 +47,14 @@ def borrowed_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _constructed(tensor: torch.Tensor) -> torch.Tensor:
-    storage = tensor.untyped_storage()
-    bytes_there = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+    storage, device = tensor.untyped_storage(), tensor.device
+    address, nbytes = storage.data_ptr(), storage.nbytes()
+    bytes_there = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
     view: torch.Tensor = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(
         {
-            "data_ptr": storage.data_ptr(),
-            "nbytes": storage.nbytes(),
-            "device": tensor.device,
+            "data_ptr": address,
+            "nbytes": nbytes,
+            "device": device,
             "size": list(tensor.shape),
             "stride": list(tensor.stride()),
             "storage_offset": tensor.storage_offset(),

@@ -62,6 +62,8 @@ class BreakSpec:
             CaptureError: One is neither, has no such axis, or two differ in length.
         """
         found: dict[str, tuple[torch.Tensor, int]] = {}
+        if not self.rows:
+            return found
         for parameter, axis in self.rows.items():
             if _is_return(parameter):
                 continue

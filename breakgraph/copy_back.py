@@ -211,7 +211,10 @@ def learn(
     Raises:
         CaptureError: A leaf cannot be frozen: a tensor on another device, an object without value equality.
     """
-    storages = {storage_address(tensor) for tensor in arguments if tensor.numel()} - {0}
+    found, nodes = flatten(result)
+    storages: set[int] = set()
+    if any(isinstance(value, torch.Tensor) for _, value in found):
+        storages = {storage_address(tensor) for tensor in arguments if tensor.numel()} - {0}
     leaves: list[Leaf] = []
     bridges: dict[int, torch.Tensor] = {}
 
@@ -235,7 +238,6 @@ def learn(
         return bridge
 
     model_value = map_leaves(result, freeze)
-    _, nodes = flatten(result)
     return OutputContract(where=where, leaves=tuple(leaves), nodes=nodes, arena=arena), model_value
 
 

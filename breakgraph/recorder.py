@@ -78,10 +78,14 @@ class Recorder(Frame):
 
     # The moves.
 
-    def begin_segment(self) -> None:
-        """Idle or break -> segment."""
+    def begin_segment(self, *, line: str | None = None) -> None:
+        """Idle or break -> segment.
+
+        Args:
+            line: The user's line, where the caller knows it already.
+        """
         self._move(State.SEGMENT)
-        self._segment_line = user_line()
+        self._segment_line = line or user_line()
         _forget_casts()
         self._pool.backend.begin()
 
@@ -96,10 +100,14 @@ class Recorder(Frame):
         self._end_segment()
         self._move(State.SEALED)
 
-    def fail(self) -> None:
-        """Any state -> failed: nothing recorded is kept."""
+    def fail(self) -> bool:
+        """Any state -> failed: nothing recorded is kept.
+
+        Returns:
+            True where the driver had invalidated the capture.
+        """
         try:
-            self._pool.backend.abort()
+            return self._pool.backend.abort()
         finally:
             self.state = State.FAILED
             for step in self.steps:
@@ -153,7 +161,7 @@ class Recorder(Frame):
             self._move(State.FAILED)
             add_note(error, f"raised at capture in {where}, called at {line}")
             raise
-        self.begin_segment()
+        self.begin_segment(line=line)
         return model_value
 
     def _run_break(
@@ -163,21 +171,28 @@ class Recorder(Frame):
             self._barrier()
         bound = spec.bind(args, kwargs)
         self._bind_live(spec, bound, where=where)
-        leaves = _argument_leaves(bound, where=where)
-        tensors = [leaf for _, leaf in leaves if isinstance(leaf, torch.Tensor)]
+        leaves, containers = _argument_leaves(bound, where=where)
+        tensors: list[torch.Tensor] = []
+        for _, leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                tensors.append(leaf)
+            elif isinstance(leaf, Iterator):
+                raise _iterator_refused(leaf, where=where)
         self._refuse_grad(tensors, where=where)
-        _refuse_iterators([leaf for _, leaf in leaves], where=where)
         if spec.hoist:
             self._refuse_unhoistable(tensors, where=where)
         function = spec.capture_stub or spec.function
         backend = self._pool.backend
         # The model may go on to append to a list that it passed: a replay hands over what the call received.
-        kept = BoundCall(snapshot(bound.args), snapshot(bound.kwargs), places=bound.places)
+        kept = bound
+        if containers > _OWN_CONTAINERS:
+            kept = BoundCall(snapshot(bound.args), snapshot(bound.kwargs), places=bound.places)
         _forget_casts()
         backend.begin_break()
         result = function(*bound.args, **bound.kwargs)
         join = backend.end_break()
-        _refuse_changed_containers(kept, bound, where=where)
+        if kept is not bound:
+            _refuse_changed_containers(kept, bound, where=where)
         live_tensors = {id(bound[parameter]) for parameter in spec.live}
         # At a replay no frame of the model is on the stack, so messages of the contract carry the line of the call.
         contract, model_value = learn(
@@ -197,14 +212,13 @@ class Recorder(Frame):
             },
             places=kept.places,
         )
-        modes = Modes.current()
         break_call = BreakCall(
             spec,
             bound=borrowed,
             contract=contract,
             context=self.replay_context,
             where=where,
-            modes=None if modes == self.modes else modes,
+            modes=None if self.modes.in_force() else Modes.current(),
             join=join,
         )
         self._agree_on_rows(break_call)
@@ -283,26 +297,28 @@ def _forget_casts() -> None:
     torch.set_autocast_cache_enabled(False)
 
 
-def _argument_leaves(bound: BoundCall, *, where: str) -> list[tuple[str, Any]]:
+_OWN_CONTAINERS = 3  # the pair of args and kwargs, the list, the dict
+
+
+def _argument_leaves(bound: BoundCall, *, where: str) -> tuple[list[tuple[str, Any]], int]:
+    """Leaves of all arguments, and the count of containers around them."""
     try:
-        leaves, _ = flatten((bound.args, bound.kwargs))
+        leaves, nodes = flatten((bound.args, bound.kwargs))
     except RecursionError:
         raise CaptureError(
             f"{where} received an argument that contains itself.",
             why="Its tensors are looked up at capture, and there would be no end to it.",
             fix="Pass what the break needs, or keep the object on `self`.",
         ) from None
-    return leaves
+    return leaves, len(nodes)
 
 
-def _refuse_iterators(leaves: list[Any], *, where: str) -> None:
-    for leaf in leaves:
-        if isinstance(leaf, Iterator):
-            raise CaptureError(
-                f"{where} received a {type(leaf).__name__}, an iterator.",
-                why="It is exhausted after the capture, so every replay would find nothing in it.",
-                fix="Pass a tuple or a list.",
-            )
+def _iterator_refused(leaf: object, *, where: str) -> CaptureError:
+    return CaptureError(
+        f"{where} received a {type(leaf).__name__}, an iterator.",
+        why="It is exhausted after the capture, so every replay would find nothing in it.",
+        fix="Pass a tuple or a list.",
+    )
 
 
 def _refuse_changed_containers(kept: BoundCall, bound: BoundCall, *, where: str) -> None:

@@ -150,19 +150,76 @@ def test_a_fork_that_no_hook_saw_is_joined() -> None:
         assert_same_bits(out, expected=host_scale(x + 1))
 
 
-@pytest.mark.parametrize("how", ["current stream", "forked", "generic stream"])
+def test_generic_streams_and_events_take_part() -> None:
+    """FAULT-O1: `torch.Stream` and `torch.Event` given to the methods of `torch.cuda.Stream`, and their own methods."""
+    side = torch.Stream("cuda")
+    same = torch.cuda.Stream(stream_id=side.stream_id, device_index=side.device_index, device_type=side.device_type)
+    forked, done = torch.Event("cuda"), torch.Event("cuda")
+    copied, other = torch.Stream("cuda"), torch.cuda.Stream()
+    kept = torch.zeros(ROWS, ROWS, device="cuda")
+    source, staged = torch.randn(ROWS, ROWS, device="cuda"), torch.zeros(ROWS, ROWS, device="cuda")
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        main = torch.cuda.current_stream()
+        main.wait_stream(copied)  # work outside the capture: a real wait before the segment
+        y = x + staged
+        forked.record(main)  # a fork that no hook sees
+        same.wait_event(forked)
+        with torch.cuda.stream(same):
+            torch.cuda._sleep(CYCLES)
+            z = y * 2
+        done.record(same)
+        main.wait_event(done)
+        torch.Stream.wait_stream(other, main)
+        with torch.cuda.stream(other):  # nobody waits for this one: joined at the end, and forked again
+            torch.cuda._sleep(CYCLES)
+            kept.copy_(y)
+        z = host_scale(z)
+        same.wait_stream(main)
+        with torch.cuda.stream(same):
+            torch.cuda._sleep(CYCLES)
+            z = z + 1
+        with torch.cuda.stream(other):
+            torch.cuda._sleep(CYCLES)
+            kept.add_(1)
+        main.wait_stream(side)  # the same stream, by its other name
+        return z * 3
+
+    graph, pool = BreakableCUDAGraph(), GraphPool()
+    x = torch.randn(ROWS, ROWS, device="cuda")
+    with torch.no_grad():
+        with pool.on_capture_stream():
+            forward(x)
+        with BreakableCUDAGraphCapture(graph, pool=pool):
+            out = forward(x)
+        assert "waits before it for stream" in graph.explain()
+        for _ in range(20):
+            x.copy_(torch.randn(ROWS, ROWS))
+            torch.cuda.synchronize()
+            with copied:
+                torch.cuda._sleep(CYCLES)
+                staged.copy_(source)
+            graph.replay()
+            replayed = kept.clone()
+            expected = forward(x.clone())
+            torch.cuda.synchronize()
+            assert_same_bits([out, replayed], expected=[expected, kept])
+            source.normal_()
+
+
+@pytest.mark.parametrize("how", ["by stream", "by event", "generic stream"])
 def test_side_work_of_a_break_is_awaited(how: str) -> None:
     """FAULT-O4: a break leaves work on a side stream and returns; the next segment waits for it at every replay."""
     side = torch.cuda.Stream()
 
     @eager_on_graph
     def leave(x: torch.Tensor, out: torch.Tensor) -> None:
-        side.wait_stream(torch.cuda.current_stream())
-        if how == "generic stream":
-            with side:
-                torch.cuda._sleep(CYCLES)
-                out.copy_(x * 2)
-            return
+        if how == "by event":
+            side.wait_event(torch.cuda.current_stream().record_event())
+        elif how == "generic stream":
+            torch.Stream.wait_stream(side, torch.cuda.current_stream())
+        else:
+            side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             torch.cuda._sleep(CYCLES)
             out.copy_(x * 2)

@@ -78,8 +78,12 @@ class Backend(abc.ABC):
         """The break has ended: join the side streams it used. Returns what does the same at a replay, or None."""
 
     @abc.abstractmethod
-    def abort(self) -> None:
-        """End a segment whose body raised, keep nothing of it; what it raises, the capture makes a note of."""
+    def abort(self) -> bool:
+        """End a segment whose body raised, keep nothing of it; what it raises, the capture makes a note of.
+
+        Returns:
+            True where the driver had invalidated the capture: the body did what no segment can hold.
+        """
 
     @abc.abstractmethod
     def release(self) -> None:
@@ -112,6 +116,13 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def pool_bytes(self) -> int:
         """Bytes of memory that recorded segments keep."""
+
+    @abc.abstractmethod
+    def live_blocks(self) -> tuple[tuple[int, int], ...]:
+        """(first address, end) of the pool's blocks that a tensor holds now; nothing where blocks are never used again.
+
+        Cost: on CUDA a look at the allocator, tens of microseconds.
+        """
 
     @abc.abstractmethod
     def free_bytes(self) -> int:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import functools
-import inspect
-import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import torch
 
@@ -18,19 +14,16 @@ from breakgraph.aliases import borrowed_view
 from breakgraph.backends.base import Backend, Segment
 from breakgraph.backends.cuda_capture import (
     bound_launch,
+    captures_with,
     error_name,
-    fill_bytes,
     join_leaves,
-    node_count,
     pool_handle_kept,
 )
+from breakgraph.backends.cuda_pool import CudaPool
 from breakgraph.errors import InternalError
 from breakgraph.streams import Boundary, StreamLedger
-from breakgraph.structure import storage_address
 
 __all__ = ["CudaBackend", "CudaSegment"]
-
-_LOG = logging.getLogger(__name__)
 
 
 class CudaSegment(Segment):
@@ -147,8 +140,7 @@ class CudaBackend(Backend):
         stream: Capture stream; a new one by default. Never the default stream, which cannot be captured.
 
     Attributes:
-        handle: The pool; another one after a capture that the driver invalidated and torch could not clean up.
-        lost_bytes: What torch could not give back after such captures.
+        pool: Where the segments allocate.
         live_segments: Segments that were not reset.
         replay_stream: Handle of the stream that the replay at hand launches on.
     """
@@ -158,16 +150,13 @@ class CudaBackend(Backend):
     def __init__(self, device: torch.device, *, stream: torch.cuda.Stream | None = None) -> None:
         self.device = device
         self.stream = stream if stream is not None else torch.cuda.Stream(device)
-        self.handle: Any = torch.cuda.graph_pool_handle()
-        self.lost_bytes = 0
+        self.pool = CudaPool(device)
         self.live_segments: weakref.WeakSet[CudaSegment] = weakref.WeakSet()
         self.replay_stream: int = self.stream.cuda_stream
         self._last_stream: torch.cuda.Stream | None = None
         self._current: torch.cuda.CUDAGraph | None = None
-        self._ledger = StreamLedger(self.stream)
+        self._ledger = StreamLedger(self.stream, captures=self._captures)
         self._generators: tuple[torch.Generator, ...] = ()
-        self._ranges: list[tuple[int, int]] = []
-        self._anchor: torch.cuda.CUDAGraph | None = None
 
     @contextlib.contextmanager
     def on_capture_stream(self) -> Iterator[None]:
@@ -187,10 +176,10 @@ class CudaBackend(Backend):
     def capturing(self, generators: Iterable[torch.Generator]) -> Iterator[None]:
         """Capture stream and stream hooks for the whole capture."""
         self._generators = (torch.cuda.default_generators[self.device.index], *generators)
-        self._ledger = StreamLedger(self.stream)
+        self._ledger = StreamLedger(self.stream, captures=self._captures)
         with self.on_capture_stream():
             try:
-                self._hold_pool()
+                self.pool.hold()
                 with self._ledger.hooked():
                     yield
             finally:
@@ -199,12 +188,13 @@ class CudaBackend(Backend):
 
     def begin(self) -> None:
         """Begin a segment: the stream is captured and allocations of this thread go to the pool."""
+        self.pool.grows()
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         for generator in self._generators[1:]:
             graph.register_generator_state(generator)
         # thread_local: another thread's cudaMalloc or event query must not invalidate this capture.
-        with pool_handle_kept(self.handle):
-            graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
+        with pool_handle_kept(self.pool.handle):
+            graph.capture_begin(pool=self.pool.handle, capture_error_mode="thread_local")
         self._current = graph
         self._ledger.begin_segment()
 
@@ -214,17 +204,17 @@ class CudaBackend(Backend):
         if graph is None:
             raise InternalError("A segment ended that had not begun.")
         self._ledger.join_forks()
-        unseen = join_leaves(self.stream.cuda_stream)
+        unseen, nodes = join_leaves(self.stream.cuda_stream)
         self._current = None
         try:
-            _end_quietly(graph)
+            if nodes:
+                graph.capture_end()
+            else:
+                _end_quietly(graph)
         except Exception:
-            self._recover(graph)
+            self.pool.abandon()
             raise
-        # No segment runs while a break does, so the ranges hold for all that the next break receives.
-        self._ranges = sorted((s["address"], s["address"] + s["total_size"]) for s in self._pool_segments())
         boundary = self._ledger.boundary(unseen=unseen)
-        nodes = node_count(graph.raw_cuda_graph())
         if not nodes:
             graph.reset()
             if not boundary.waits and not boundary.events:
@@ -257,12 +247,12 @@ class CudaBackend(Backend):
         join()
         return join
 
-    def abort(self) -> None:
+    def abort(self) -> bool:
         """End the capture of a segment whose body raised; an error of its own must not replace the body's."""
         self._ledger.abandon()
         graph, self._current = self._current, None
         if graph is None:
-            return
+            return False
         # The body may have left a side stream current; the capture ends on the one where it began.
         torch.cuda.set_stream(self.stream)
         with contextlib.suppress(Exception):
@@ -272,60 +262,21 @@ class CudaBackend(Backend):
             _end_quietly(graph)
             graph.reset()
         except Exception:
-            self._recover(graph)
+            self.pool.abandon()
+            return True
+        return False
+
+    def _captures(self, stream: torch.Stream) -> bool:
+        # A `torch.Stream` has no handle to give.
+        same = torch.cuda.Stream(
+            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+        )
+        return captures_with(same.cuda_stream, main=self.stream.cuda_stream)
 
     def release(self) -> None:
-        """Give the pool up where no segment is left, so that `torch.cuda.empty_cache()` can free it.
-
-        Later captures go to a pool of a new handle: torch refuses one that was given up.
-        """
-        if not self.live_segments and self._anchor is not None:
-            self._anchor.reset()
-            self._anchor = None
-            self.handle = torch.cuda.graph_pool_handle()
-            self._ranges = []
-
-    def _hold_pool(self) -> None:
-        """Keep the pool in use by a one-kernel graph for as long as it has segments.
-
-        Without it the pool is given up when its last graph is reset (an empty segment may be its only one), and torch
-        refuses to capture into a pool that was given up while tensors in it are still alive.
-        """
-        if self._anchor is None:
-            self._anchor = self._one_kernel()
-
-    def _one_kernel(self) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        with pool_handle_kept(self.handle):
-            graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
-        try:
-            torch.zeros(1, device=self.device)
-        except BaseException:
-            # Out of memory: the stream must not stay in capture.
-            with contextlib.suppress(Exception):
-                graph.capture_end()
-            raise
-        graph.capture_end()
-        return graph
-
-    def _recover(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Clean up after a capture that the driver invalidated, which torch does not.
-
-        `capture_end` throws before it takes the pool out of recording and the generators out of capture mode. On torch
-        2.11 the pool cannot be captured into again, also not after `_cuda_endAllocateToPool` and `_cuda_releasePool`
-        (tried: "already recording to mempool_id"), so later captures get a new pool, and what the old one holds is
-        counted as lost. A capture of one kernel into the new pool brings the generators back.
-        """
-        del graph
-        torch.cuda.synchronize(self.device)
-        lost = self.pool_bytes()
-        self.lost_bytes += lost
-        _LOG.warning("a capture was invalidated by the driver; torch cannot give back %d bytes of its pool", lost)
-        self.handle = torch.cuda.graph_pool_handle()
-        self._anchor = None
-        self._ranges = []
-        with contextlib.suppress(Exception):
-            self._hold_pool()
+        """Give the pool up where no segment is left, so that `torch.cuda.empty_cache()` can free it."""
+        if not self.live_segments:
+            self.pool.give_up()
 
     def replaying(self) -> None:
         """Launch on the caller's current stream, after what another stream still runs of this pool."""
@@ -340,21 +291,12 @@ class CudaBackend(Backend):
         self.replay_stream = raw
 
     def made_by_a_segment(self, tensor: torch.Tensor) -> bool:
-        """True where the tensor's storage lies in the pool as it was when the last segment ended. Cost: a bisection."""
-        address = storage_address(tensor) if tensor.device == self.device and tensor.numel() else 0
-        position = bisect.bisect_right(self._ranges, (address, 1 << 63)) - 1
-        return position >= 0 and self._ranges[position][0] <= address < self._ranges[position][1]
+        """True where the tensor's storage lies in the pool. Cost: a bisection, or a look at the allocator."""
+        return self.pool.holds(tensor)
 
     def written_by_a_segment(self, tensor: torch.Tensor) -> bool:
         """Never known: a kernel does not say what it writes."""
         return False
-
-    def _pool_segments(self) -> list[dict[str, Any]]:
-        snapshot: Any = torch.cuda.memory_snapshot
-        options = {"include_traces": False} if "include_traces" in inspect.signature(snapshot).parameters else {}
-        with pool_handle_kept(self.handle):
-            found: list[dict[str, Any]] = snapshot(mempool_id=self.handle, **options)
-        return found
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         """A view that owns nothing where a segment made the tensor, else the tensor."""
@@ -367,21 +309,24 @@ class CudaBackend(Backend):
 
     def poison(self) -> None:
         """Fill the pool with 0xFF bytes: NaN in every floating dtype, -1 in signed integers."""
-        torch.cuda.synchronize(self.device)
-        for segment in self._pool_segments():
-            fill_bytes(segment["address"], segment["total_size"])
-        torch.cuda.synchronize(self.device)
+        self.pool.poison()
 
     def pool_bytes(self) -> int:
         """Bytes the pool has reserved."""
-        return sum(int(segment["total_size"]) for segment in self._pool_segments())
+        return self.pool.nbytes
+
+    def live_blocks(self) -> tuple[tuple[int, int], ...]:
+        """Blocks of the pool that a tensor holds now."""
+        return self.pool.live_blocks()
 
     def free_bytes(self) -> int:
         """Free bytes of the device plus what torch has reserved: what is missing afterwards, graphs have taken."""
-        return torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
+        # Not `memory_reserved`: it flattens every statistic there is to return this one, 114 us.
+        reserved: int = torch.cuda.memory_stats_as_nested_dict(self.device)["reserved_bytes"]["all"]["current"]
+        return torch.cuda.mem_get_info(self.device)[0] + reserved
 
 
-def _join(streams: tuple[torch.cuda.Stream, ...], device: torch.device) -> None:
+def _join(streams: tuple[torch.Stream, ...], device: torch.device) -> None:
     current = torch.cuda.current_stream(device)
     for stream in streams:
         current.wait_stream(stream)

@@ -23,7 +23,7 @@ except ImportError as error:  # pragma: no cover - a CPU machine never imports t
         fix='Install it: pip install "breakgraph[cuda]".',
     ) from error
 
-__all__ = ["bound_launch", "error_name", "fill_bytes", "join_leaves", "node_count", "pool_handle_kept"]
+__all__ = ["bound_launch", "captures_with", "error_name", "fill_bytes", "join_leaves", "pool_handle_kept"]
 
 _SUCCESS = cudart.cudaError_t.cudaSuccess
 # 13 gave the plain names the meaning of 12.9's _v3 and _v2: both hand out and take edge data.
@@ -33,6 +33,7 @@ _update_dependencies: Any = getattr(
 )
 _edges: Any = getattr(cudart, "cudaGraphGetEdges_v2", cudart.cudaGraphGetEdges)
 _ADD = 0
+_CAPTURING = cudart.cudaStreamCaptureStatus.cudaStreamCaptureStatusActive
 
 
 def _checked(result: tuple[Any, ...], *, call: str) -> tuple[Any, ...]:
@@ -60,13 +61,7 @@ def pool_handle_kept(handle: Any) -> Iterator[None]:
         del spare
 
 
-def node_count(raw_graph: int) -> int:
-    """Count of nodes of a `cudaGraph_t`."""
-    _, count = _checked(cudart.cudaGraphGetNodes(cudart.cudaGraph_t(raw_graph)), call="cudaGraphGetNodes")
-    return int(count)
-
-
-def join_leaves(stream: int) -> int:
+def join_leaves(stream: int) -> tuple[int, int]:
     """Join work of a running capture that its stream would not wait for: forks that no hook saw.
 
     Such work is a leaf of the graph that is no dependency of the stream's next node. Made a dependency, it is joined:
@@ -76,21 +71,38 @@ def join_leaves(stream: int) -> int:
         stream: Handle of the capturing stream.
 
     Returns:
-        How many leaves were joined.
+        How many leaves were joined, and how many nodes the graph has.
     """
     # status, id, graph, dependencies, edge data, count
     _, _, graph, dependencies, _, _ = _checked(_capture_info(stream), call="cudaStreamGetCaptureInfo")
     _, count = _checked(cudart.cudaGraphGetNodes(graph), call="cudaGraphGetNodes")
+    if not count:
+        return 0, 0
     nodes, _ = _checked(cudart.cudaGraphGetNodes(graph, count), call="cudaGraphGetNodes")
-    *_, count = _checked(_edges(graph), call="cudaGraphGetEdges")
-    sources, *_ = _checked(_edges(graph, count), call="cudaGraphGetEdges") if count else ([],)
+    *_, edges = _checked(_edges(graph), call="cudaGraphGetEdges")
+    sources, *_ = _checked(_edges(graph, edges), call="cudaGraphGetEdges") if edges else ([],)
     known = {int(node) for node in (*sources, *(dependencies or ()))}
     leaves = [node for node in nodes if int(node) not in known]
     if leaves:
         _checked(
             _update_dependencies(stream, leaves, None, len(leaves), _ADD), call="cudaStreamUpdateCaptureDependencies"
         )
-    return len(leaves)
+    return len(leaves), count
+
+
+def captures_with(stream: int, *, main: int) -> bool:
+    """True where a stream takes part in the capture that runs on another.
+
+    Args:
+        stream: Handle of the stream.
+        main: Handle of the stream whose capture it is.
+    """
+    results = _capture_info(stream), _capture_info(main)
+    # The legacy default stream answers with an error while a capture runs; it cannot take part.
+    if any(error != _SUCCESS for error, *_ in results):
+        return False
+    (_, status, number, *_), (_, _, main_number, *_) = results
+    return bool(status == _CAPTURING) and int(number) == int(main_number)
 
 
 def bound_launch(raw_executable: int, *, stream: int) -> Callable[[], tuple[int]]:

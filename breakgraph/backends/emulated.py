@@ -149,6 +149,7 @@ class EmulatedBackend(Backend):
         self._recording: _Recording | None = None
         self._carried: list[torch.Tensor] = []
         self._written: set[int] = set()
+        self._foreign: set[int] = set()
         self._segments: weakref.WeakSet[EmulatedSegment] = weakref.WeakSet()
 
     @contextlib.contextmanager
@@ -163,6 +164,7 @@ class EmulatedBackend(Backend):
         Popping them around each break was rejected: a model may have pushed modes of its own above them.
         """
         self._carried, self._written = [], set()
+        self._foreign = {address for segment in self._segments for address in segment.addresses}
         with _uncompiled(), _RefuseSyncs(self), _RecordOperators(self):
             yield
 
@@ -186,10 +188,11 @@ class EmulatedBackend(Backend):
         self._segments.add(segment)
         return segment
 
-    def abort(self) -> None:
-        """Drop what was recorded."""
+    def abort(self) -> bool:
+        """Drop what was recorded; there is no driver to invalidate anything."""
         self._recording = None
         self._carried = []
+        return False
 
     def begin_break(self) -> None:
         """Nothing to watch on one stream."""
@@ -246,6 +249,10 @@ class EmulatedBackend(Backend):
         """Bytes of every intermediate that recorded segments keep."""
         return sum(t.numel() * t.element_size() for segment in self._segments for t in segment.made)
 
+    def live_blocks(self) -> tuple[tuple[int, int], ...]:
+        """Nothing: every intermediate has memory of its own, which no other graph writes."""
+        return ()
+
     def free_bytes(self) -> int:
         """A CPU has no memory of its own to watch."""
         return 0
@@ -279,6 +286,11 @@ class EmulatedBackend(Backend):
         if refusal is not None:
             self.refuse(refusal[0], why=refusal[1])
         inputs = {storage_address(t) for t in _tensors((args, kwargs)) if t.numel()}
+        if not inputs.isdisjoint(self._foreign):
+            self.refuse(
+                f"a tensor that a segment of another graph of the pool made (in {function.name()})",
+                why="Graphs of one pool share memory: on a GPU that graph's next replay, or this one's own, may overwrite it.",
+            )
         result = function(*args, **kwargs)
         outputs = _tensors(result)
         # Aliases, since an address is what is baked in: `weight.data = other` changes the caller's tensor only.
