@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import linecache
 import sys
 from pathlib import Path
+from types import TracebackType
 
 import torch
 
-__all__ = ["user_line"]
+__all__ = ["raised_at", "user_line"]
 
 _PACKAGE = Path(__file__).resolve().parent
 _TORCH = str(Path(torch.__file__).resolve().parent)
@@ -36,3 +38,19 @@ def user_line() -> str:
             break
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def raised_at(trace: TracebackType | None) -> str:
+    """The innermost line of a traceback outside torch and the core, with its text: `file.py:12 in forward: n = x.item()`.
+
+    Args:
+        trace: Traceback of an exception.
+    """
+    found = "an unknown line"
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not _is_ours(code.co_filename):
+            text = linecache.getline(code.co_filename, trace.tb_lineno).strip()
+            found = f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}" + (f": {text}" if text else "")
+        trace = trace.tb_next
+    return found

@@ -19,6 +19,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 import attrs
 import torch
 
+from breakgraph.call_site import raised_at
 from breakgraph.errors import CaptureError, ConfigError, NestedCaptureError, add_note
 from breakgraph.graph import BreakableCUDAGraph, GraphStats, Program
 from breakgraph.graph_pool import GraphPool
@@ -156,8 +157,12 @@ class BreakableCUDAGraphCapture:
         assert running is not None
         if error is not None:
             # Teardown never replaces what the user's code raised.
-            running.give_up(error)
-            add_note(error, f"raised during the capture of {self.graph.name}; nothing of it was kept")
+            invalidated = running.give_up(error)
+            add_note(
+                error, f"raised during the capture of {self.graph.name} at {raised_at(trace)}; nothing of it was kept"
+            )
+            if invalidated:
+                add_note(error, _INVALIDATED)
             try:
                 running.stack.close()
             except Exception as late:
@@ -291,13 +296,25 @@ class _Running:
     started: float
     free_before: int
 
-    def give_up(self, error: BaseException) -> None:
-        """Drop everything recorded and put the generators back; what raises in here becomes a note of `error`."""
+    def give_up(self, error: BaseException) -> bool:
+        """Drop everything recorded and put the generators back; what raises in here becomes a note of `error`.
+
+        Returns:
+            True where the driver had invalidated the capture.
+        """
+        invalidated = False
         for undo in (self.recorder.fail, self.random.restore):
             try:
-                undo()
+                invalidated = bool(undo()) or invalidated
             except Exception as late:  # after an error of the driver that sticks, every call into it raises
                 _note_late(error, late)
+        return invalidated
+
+
+_INVALIDATED = (
+    "The driver invalidated the capture there: a segment cannot hold what makes the host wait for the device (.item(), "
+    ".tolist(), .cpu(), a synchronisation). Mark the function that does it with @eager_on_graph, or compute it on the device."
+)
 
 
 def _note_late(error: BaseException, late: Exception) -> None:

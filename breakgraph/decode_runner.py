@@ -17,7 +17,6 @@ from breakgraph.buckets import Buckets
 from breakgraph.capture_window import ProgressReporter
 from breakgraph.errors import ConfigError
 from breakgraph.gates import Gate, Refusal
-from breakgraph.graph_builder import CapturedKey, Example, Work
 from breakgraph.graph_key import GraphKey, UnequalRequests, num_tokens
 from breakgraph.policy import CheckAddresses, Fallback, Policy, Verify
 from breakgraph.runner import GraphRunner
@@ -25,6 +24,7 @@ from breakgraph.static_buffers import Extent, StaticInput
 from breakgraph.statistics import Reason
 from breakgraph.step import Prepared, Result
 from breakgraph.verification import Tolerance
+from breakgraph.work import CapturedKey, Example, Work
 
 __all__ = ["DecodeRunner", "DummyProvider", "Example"]
 

@@ -41,6 +41,7 @@ class GraphStats:
         capture_seconds: Wall time of the capture.
         pool_bytes: Bytes of the pool, which the graphs of a runner share.
         executable_bytes: Device memory that the driver took for the executables, in its steps of 2 MiB.
+        live_bytes: Bytes of the pool that tensors hold now: results that callers keep, and what a model keeps.
     """
 
     segments: int
@@ -51,6 +52,7 @@ class GraphStats:
     capture_seconds: float
     pool_bytes: int
     executable_bytes: int
+    live_bytes: int
 
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -270,6 +272,7 @@ class BreakableCUDAGraph:
             capture_seconds=0.0 if self._program is None else self._program.capture_seconds,
             pool_bytes=0 if self._pool is None else self._pool.backend.pool_bytes(),
             executable_bytes=0 if self._program is None else self._program.executable_bytes,
+            live_bytes=0 if self._pool is None else sum(end - at for at, end in self._pool.backend.live_blocks()),
         )
 
     def explain(self, *, small: int = 4) -> str:
@@ -291,6 +294,8 @@ class BreakableCUDAGraph:
                 detail = " [small]"
             lines.append(f"  {index:3d}  {step.kind.value:13s}  {step.name}{detail}  ({step.line})")
             lines.extend(f"       {'':13s}  {note}" for note in (() if step.segment is None else step.segment.notes))
+        if stats.live_bytes:
+            lines.append(f"  {stats.live_bytes} bytes of the pool are held by tensors: results, or what a model keeps")
         return "\n".join(lines)
 
     def publish(self, program: Program, *, pool: GraphPool) -> None:

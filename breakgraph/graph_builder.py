@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-import attrs
 import torch
 
 from breakgraph.capture import BreakableCUDAGraph, BreakableCUDAGraphCapture, GraphPool
 from breakgraph.errors import CaptureError
-from breakgraph.output_arena import OutputArena, OutputViews
+from breakgraph.kept_tensors import describe_kept
+from breakgraph.output_arena import OutputArena
 from breakgraph.replay_context import eager_step
-from breakgraph.staging import InputStage, Layout, Staged
+from breakgraph.staging import InputStage, Staged
 from breakgraph.static_buffers import Extent, InputSet
 from breakgraph.statistics import KeyReport
 from breakgraph.verification import (
     Compared,
-    Snapshot,
     StateKeeper,
     Tolerance,
     judge,
@@ -28,82 +28,13 @@ from breakgraph.verification import (
     same_snapshot,
     snapshot,
 )
+from breakgraph.work import CapturedKey, Example, Target, Work
 
-__all__ = ["CapturedKey", "Example", "GraphBuilder", "Target", "Work"]
+__all__ = ["GraphBuilder"]
 
 _LOG = logging.getLogger(__name__)
 
 K = TypeVar("K", bound=Hashable)
-
-
-@attrs.frozen
-class Example:
-    """Inputs and live data for one warm-up, capture or verification.
-
-    Attributes:
-        inputs: One tensor per copied input, with all tokens of the key; in prefill with `max_requests` requests or
-            fewer.
-        live: Live data for these rows.
-    """
-
-    inputs: Mapping[str, torch.Tensor]
-    live: Mapping[str, Any] = attrs.field(factory=dict)
-
-
-@attrs.frozen(kw_only=True)
-class Work(Generic[K]):
-    """What a runner runs.
-
-    Attributes:
-        forward: Called as `forward(**inputs, **live)`; returns tensors with the row axis in front.
-        example: Returns inputs and live data for a key, other values at each call: the second call of a key
-            is what its graph is verified with, and equal inputs would prove little. It is called for keys of fewer
-            rows as well, which show what padding does; where it raises for these, that proof is left out.
-        state: What forward mutates: tensors, or objects with `save()` and `restore(saved)`.
-        generators: The caller's own random generators that forward draws from.
-        plan: Host work of a step, called as `plan(key, live, padded_rows)` before it is launched; None: nothing.
-        hooks: Called as `hook(key, live)` after the copy-in and before each replay.
-        expect_breaks: Number of breaks, or names and counts, that each graph must have.
-    """
-
-    forward: Callable[..., Any]
-    example: Callable[[K], Example]
-    state: Sequence[Any] = ()
-    generators: Sequence[torch.Generator] = ()
-    plan: Callable[[K, Mapping[str, Any], int], None] | None = None
-    hooks: Sequence[Callable[[K, Mapping[str, Any]], None]] = ()
-    expect_breaks: int | Mapping[str, int] | None = None
-
-
-@attrs.frozen(eq=False)
-class Target(Generic[K]):
-    """A key to capture: its name for messages, its padded sizes, and where its inputs lie."""
-
-    key: K
-    where: str
-    extent: Extent
-    layout: Layout
-
-
-@attrs.define(eq=False)
-class CapturedKey(Generic[K]):
-    """A captured graph with its memory.
-
-    Attributes:
-        target: The key.
-        graph: Segments and breaks.
-        outputs: Where its results lie.
-        live: Live data of its capture, until it is published.
-        seen: Copies of the inputs and the live data of its capture, until it is published.
-        addresses_checked: Whether a replay was preceded by the check of addresses.
-    """
-
-    target: Target[K]
-    graph: BreakableCUDAGraph
-    outputs: OutputViews
-    live: Mapping[str, Any]
-    seen: tuple[Snapshot, Snapshot] | None = None
-    addresses_checked: bool = False
 
 
 class GraphBuilder(Generic[K]):
@@ -114,6 +45,10 @@ class GraphBuilder(Generic[K]):
         inputs: Declared inputs.
         tolerance: Used where eager differs from itself.
         extent: Real sizes of a step, from its key and its inputs.
+
+    Attributes:
+        kept: What a capture made in the pool and the model still holds. Every graph of the pool could overwrite it, and
+            eager steps read it too, so none may serve.
     """
 
     def __init__(
@@ -134,6 +69,7 @@ class GraphBuilder(Generic[K]):
         self._keeper = StateKeeper(
             (*work.state, *inputs.device_fed.values()), generators=work.generators, device=inputs.device
         )
+        self.kept: str | None = None
         backend = "cuda" if inputs.device.type == "cuda" else "emulated"
         self.pool = GraphPool(backend=backend, device=inputs.device)
 
@@ -170,6 +106,7 @@ class GraphBuilder(Generic[K]):
         """
         outputs = self._outputs.views(target.key, extent=target.extent, where=target.where)
         graph = BreakableCUDAGraph(name=target.where)
+        before = set(self.pool.backend.live_blocks())
         with torch.no_grad():
             example, _ = self._example(target.key)
             self._load(target, example)
@@ -186,7 +123,25 @@ class GraphBuilder(Generic[K]):
             buffers = self.stage.buffers(target.layout)
             with capture:
                 outputs.fill(self.work.forward(**buffers, **example.live))
+        self._refuse_kept(graph, before=before)
         return CapturedKey(target, graph, outputs, example.live, seen)
+
+    def _refuse_kept(self, graph: BreakableCUDAGraph, *, before: set[tuple[int, int]]) -> None:
+        """Refuse a graph whose segments made a tensor that is still held: results were copied out, so a model keeps it."""
+        if not set(self.pool.backend.live_blocks()) - before:
+            return
+        gc.collect()  # a cycle in the model's code may hold what nobody needs, and collection is off in the window
+        blocks = set(self.pool.backend.live_blocks()) - before
+        if not blocks:
+            return
+        self.kept = f"{graph.name} made: {describe_kept(blocks)}"
+        graph.reset()
+        raise CaptureError(
+            f"something keeps, after the capture, what a segment of {self.kept}.",
+            why="Graphs of one pool share memory: replaying another one would overwrite them, and whoever reads them later "
+            "would get its numbers, silently.",
+            fix="Make them before the capture (in __init__, or on the first eager call for every size), or in a break.",
+        )
 
     def verify(self, captured: CapturedKey[K], *, smaller: K | None, report: KeyReport) -> str | None:
         """Prove a graph with a second full example and with a padded step; state and generators are put back.

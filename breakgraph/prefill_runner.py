@@ -12,7 +12,6 @@ from breakgraph.buckets import Buckets
 from breakgraph.capture_window import ProgressReporter
 from breakgraph.errors import StaticInputError
 from breakgraph.gates import Gate, Refusal
-from breakgraph.graph_builder import CapturedKey, Example, Work
 from breakgraph.graph_key import Extra, PrefillKey
 from breakgraph.policy import CheckAddresses, Fallback, Policy, Verify
 from breakgraph.runner import GraphRunner
@@ -20,6 +19,7 @@ from breakgraph.static_buffers import Extent, StaticInput
 from breakgraph.statistics import Reason
 from breakgraph.step import Prepared, Result
 from breakgraph.verification import Tolerance
+from breakgraph.work import CapturedKey, Example, Work
 
 __all__ = ["Example", "PrefillRunner"]
 

@@ -18,15 +18,16 @@ import torch
 from breakgraph.addresses import AddressWatch
 from breakgraph.capture import BreakableCUDAGraph, GraphPool
 from breakgraph.capture_window import CaptureWindow, KeyWork, two_passes
-from breakgraph.errors import CaptureError, NoGraphError
+from breakgraph.errors import CaptureError
 from breakgraph.gates import Gates, Refusal
-from breakgraph.graph_builder import CapturedKey, Example, GraphBuilder, Target, Work
+from breakgraph.graph_builder import GraphBuilder
 from breakgraph.policy import CheckAddresses, Fallback, Policy, Verify
 from breakgraph.staging import Layout
 from breakgraph.static_buffers import Extent, InputSet, StaticInput
 from breakgraph.statistics import KeyReport, Reason, RunnerStatistics
 from breakgraph.step import NOTHING, LiveNames, Prepared, Result
 from breakgraph.verification import own
+from breakgraph.work import CapturedKey, Example, Target, Work
 
 __all__ = ["Example", "GraphRunner", "Policy", "Prepared", "Result", "Work"]
 
@@ -171,14 +172,20 @@ class GraphRunner(abc.ABC, Generic[K]):
             report=lambda key: self.statistics.reports.setdefault(key, KeyReport()),
             progress=self._policy.progress,
         )
+        if (kept := self._builder.kept) is not None:
+            _LOG.warning("all graphs are dropped: the model keeps what a segment of %s", kept)
+            dropped = {
+                key: self.dropped.get(key, f"capture: the model keeps what a segment of {kept}") for key in self._keys
+            }
+            self.clear()
+            self.dropped = dropped
         self._after_capture()
 
     def _other_count(self, key: K) -> K | None:
         """A key that tells rows of tokens from rows of requests, where this one has as many of each; else None."""
 
         def alike(key: K) -> bool:
-            extent = self._extent(key)
-            return extent.tokens == extent.requests
+            return (extent := self._extent(key)).tokens == extent.requests
 
         return next((other for other in self._smaller(key) if not alike(other)), None) if alike(key) else None
 
@@ -294,8 +301,7 @@ class GraphRunner(abc.ABC, Generic[K]):
         rounded = self._round_up(key)
         if isinstance(rounded, Refusal):
             return rounded
-        captured = self._captured.get(rounded)
-        if captured is not None:
+        if (captured := self._captured.get(rounded)) is not None:
             return captured
         if rounded in self.dropped:
             return Refusal.of(Reason.DROPPED, f"{self._name(rounded)}: {self.dropped[rounded]}")
@@ -388,10 +394,7 @@ class GraphRunner(abc.ABC, Generic[K]):
         self._captured.pop(key, None)
         self.dropped[key] = mismatch
         captured.graph.reset()
+        refusal = Refusal.of(Reason.DROPPED, f"{captured.target.where}: {mismatch}")
         if self._policy.fallback is Fallback.ERROR:
-            raise NoGraphError(
-                f"{captured.target.where} was dropped: {mismatch}.",
-                why='Its step ran eagerly, and fallback="error" forbids that.',
-                fix="Find what the graph does not see: host data outside breaks, moved tensors.",
-            )
-        return self._count_eager(output, refusal=Refusal.of(Reason.DROPPED, mismatch), rows=rows)
+            raise refusal.error(rows=rows)
+        return self._count_eager(output, refusal=refusal, rows=rows)

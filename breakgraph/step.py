@@ -12,10 +12,11 @@ import torch
 
 from breakgraph.errors import LiveDataError, ReplayError
 from breakgraph.gates import Refusal
-from breakgraph.graph_builder import CapturedKey, GraphBuilder
+from breakgraph.graph_builder import GraphBuilder
 from breakgraph.staging import Staged
 from breakgraph.static_buffers import Extent
 from breakgraph.statistics import Reason
+from breakgraph.work import CapturedKey
 
 __all__ = ["NOTHING", "LiveNames", "Prepared", "Result"]
 

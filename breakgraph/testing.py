@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from breakgraph.capture import BreakableCUDAGraph, BreakableCUDAGraphCapture, GraphPool
+from breakgraph.copy_back import LeafKind
 from breakgraph.replay_context import eager_step
 from breakgraph.structure import flatten
 
-__all__ = ["assert_replay_matches_eager", "assert_same_bits", "poison"]
+__all__ = ["assert_memory_is_sound", "assert_replay_matches_eager", "assert_same_bits", "poison"]
 
 
 def poison(graph: BreakableCUDAGraph) -> None:
@@ -25,6 +26,42 @@ def poison(graph: BreakableCUDAGraph) -> None:
     """
     if graph.pool is not None:
         graph.pool.backend.poison()
+
+
+def assert_memory_is_sound(graph: BreakableCUDAGraph) -> None:
+    """Assert that no other tensor can write a graph's bridges, and that what its breaks borrow is mapped memory.
+
+    Each bridge lies in the arena of the graph's pool, overlaps no other bridge of the graph, and no live block of the
+    pool. Cost: a look at the allocator.
+
+    Args:
+        graph: A sealed graph.
+
+    Raises:
+        AssertionError: With the break and the leaf.
+    """
+    if graph.pool is None:
+        return
+    live = graph.pool.backend.live_blocks()
+    taken: list[tuple[int, int, str, int]] = []
+    for call in graph.breaks:
+        for leaf in call.contract.leaves:
+            if leaf.kind is not LeafKind.BRIDGE or not leaf.captured.numel():
+                continue
+            bridge, what = leaf.captured, f"the bridge of {call.where}, leaf '{leaf.path or 'return'}',"
+            start, end = _span(bridge)
+            assert graph.pool.arena.holds(bridge), f"{what} lies at {start:#x}, outside the pool's arena"
+            for other_start, other_end in live:
+                assert end <= other_start or other_end <= start, f"{what} overlaps a live block at {other_start:#x}"
+            for other_start, other_end, other, twin in taken:
+                apart = end <= other_start or other_end <= start
+                assert apart or twin == id(bridge), f"{what} overlaps {other}"
+            taken.append((start, end, what, id(bridge)))
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
 
 
 def assert_same_bits(got: Any, *, expected: Any, what: str = "result") -> None:
@@ -81,7 +118,7 @@ def assert_replay_matches_eager(
         The graph, for a look at its steps.
 
     Raises:
-        AssertionError: A replay differs.
+        AssertionError: A replay differs, or `assert_memory_is_sound` fails.
     """
     pool = GraphPool(backend=backend, poison=poisoned)
     graph = BreakableCUDAGraph(name="forward")
@@ -94,6 +131,7 @@ def assert_replay_matches_eager(
             _refill(static[name], tensor)  # the warm-up may have changed them in place
         with BreakableCUDAGraphCapture(graph, pool=pool, live=first):
             output = forward(**static, **first)
+        assert_memory_is_sound(graph)
         for round_ in range(rounds):
             data = dict(live(round_)) if live is not None else {}
             rows = valid_rows(round_) if valid_rows is not None else None

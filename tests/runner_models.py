@@ -116,6 +116,14 @@ class PrefillRig:
         }
         return inputs, {"meta": Meta(factor, lengths)}
 
+    def eager(self, forward: Any, inputs: Mapping[str, torch.Tensor], live: Mapping[str, Any]) -> torch.Tensor:
+        """What a forward returns without a graph, nothing padded; the cache is put back."""
+        cache = self.model.cache.clone()
+        with torch.no_grad(), eager_step(live):
+            result: torch.Tensor = forward(**inputs, **live)
+        self.model.cache.copy_(cache)
+        return result
+
     def twin(self, inputs: Mapping[str, torch.Tensor], live: Mapping[str, Any], *, padded: int) -> torch.Tensor:
         """The eager result at the padded shape, real rows only; the cache is put back."""
         size = len(inputs["slots"])

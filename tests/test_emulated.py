@@ -173,20 +173,49 @@ def test_custom_operators_in_python_are_refused_unless_declared_pure() -> None:
 
 
 def test_poison_shows_a_read_of_what_was_not_written() -> None:
-    """FAULT-P3: a value computed in a segment of another graph is NaN after poison; a graph's own numbers come back."""
-    pool = GraphPool(backend="emulated")
+    """FAULT-P3: rows of an empty tensor that nothing wrote are NaN after poison; what the graph wrote comes back."""
+
+    @eager_on_graph
+    def half(x: torch.Tensor, out: torch.Tensor) -> None:
+        out[:1].copy_(x[:1])
+
     x = torch.ones(2)
+    graph = BreakableCUDAGraph()
+    with BreakableCUDAGraphCapture(graph, backend="emulated"):
+        buffer = torch.empty(2)
+        half(x * 2, buffer)
+        out = buffer + 1
+    poison(graph)
+    graph.replay()
+    assert out[0] == 3
+    assert out[1].isnan()
+
+
+def test_a_tensor_of_another_graphs_segment_is_refused() -> None:
+    """FAULT-L8: a workspace first made inside a segment and kept is refused where a later graph of the pool reads it."""
+    kept: dict[str, torch.Tensor] = {}
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if "table" not in kept:
+            kept["table"] = torch.arange(8.0).cos()
+        return x * kept["table"][: len(x)]
+
+    pool = GraphPool(backend="emulated")
     first, second = BreakableCUDAGraph(), BreakableCUDAGraph()
     with BreakableCUDAGraphCapture(first, pool=pool):
-        made = x * 2
-    with BreakableCUDAGraphCapture(second, pool=pool):
-        stale = made + 1
-    poison(first)
-    second.replay()
-    assert stale.isnan().all()
-    first.replay()
-    second.replay()
-    assert stale.tolist() == [3.0, 3.0]
+        forward(torch.ones(8))
+    with (
+        pytest.raises(CaptureIllegalError, match=r"another graph of the pool made \(in aten::.*test_emulated.py:\d+"),
+        BreakableCUDAGraphCapture(second, pool=pool),
+    ):
+        forward(torch.ones(4))
+    first.reset()
+    kept.clear()
+    forward(torch.ones(8))  # made before the capture, as the message says: both read it
+    for graph, rows in ((first, 8), (second, 4)):
+        with BreakableCUDAGraphCapture(graph, pool=pool):
+            out = forward(torch.ones(rows))
+        assert out.tolist() == forward(torch.ones(rows)).tolist()
 
 
 def test_capturing_leaves_other_threads_alone() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import re
 
 import pytest
 import torch
 
-from breakgraph.errors import CaptureError, MovedBufferError
+from breakgraph.capture import BreakableCUDAGraph, BreakableCUDAGraphCapture
+from breakgraph.errors import CaptureError, CaptureIllegalError, MovedBufferError
 from breakgraph.graph_key import PrefillKey
 from breakgraph.prefill_runner import Example
 from breakgraph.statistics import CapturePhase, Reason
@@ -343,6 +346,85 @@ def test_a_workspace_that_grows_later_is_named(device: torch.device) -> None:
     inputs, live = rig.step(4)
     with pytest.raises(MovedBufferError, match="Grower.workspace"):
         rig.runner.run(inputs, size=4, live=live)
+
+
+class LastTable(torch.nn.Module):
+    """Keeps the table of the last size only, so each capture makes it anew, inside a segment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor, slots: torch.Tensor, meta: Meta) -> torch.Tensor:
+        """Rows times their place."""
+        if self.table is None or len(self.table) != len(x):
+            self.table = torch.arange(len(x), device=x.device, dtype=x.dtype)[:, None]
+        return x * self.table
+
+
+@pytest.mark.gpu
+def test_a_tensor_that_a_model_keeps_from_a_segment_drops_all_graphs() -> None:
+    """FAULT-L8, FAULT-L5: no graph may overwrite it later, so none serves; the reason names its holder; eager is right."""
+    device = torch.device("cuda")
+    model = LastTable()
+    rig = PrefillRig(device, forward=model, modules=(model,), state=(), expect_breaks=None)
+    rig.capture()
+    assert not rig.runner.graphs
+    assert set(rig.runner.dropped) == {PrefillKey(4), PrefillKey(8), PrefillKey(16)}
+    for reason in rig.runner.dropped.values():
+        assert re.search(r"float32 \(\d+, 1\) held by LastTable.table", reason)
+    inputs, live = rig.step(8)
+    result = rig.runner.run(inputs, size=8, live=live)
+    assert result.reason is Reason.DROPPED
+    assert torch.equal(result.output, inputs["x"].to(device) * torch.arange(8, device=device)[:, None])
+    # Mended as the message says, the next window captures all.
+    model.forward = lambda x, slots, meta: x * torch.arange(len(x), device=x.device)[:, None]  # type: ignore[method-assign]
+    rig.capture()
+    assert set(rig.runner.graphs) == {PrefillKey(4), PrefillKey(8), PrefillKey(16)}
+    inputs, live = rig.step(8)
+    assert rig.runner.run(inputs, size=8, live=live).replayed
+
+
+def test_a_branch_chosen_by_the_example_is_found(device: torch.device) -> None:
+    """FAULT-F4: `if max(lengths) < 8` in a segment is frozen; the proof with other lengths drops the graph, eager serves."""
+    model = PrefillModel(device)
+
+    def forward(x: torch.Tensor, slots: torch.Tensor, meta: Meta) -> torch.Tensor:
+        hidden = model(x, slots, meta)
+        return hidden * 2 if max(meta.lengths) < 8 else hidden
+
+    rig = PrefillRig(device, model=model, forward=forward, sizes=(16,))
+    turns = itertools.cycle(([8, 8], [15, 1], [7, 9], [16], [4, 4, 4, 4]))
+
+    def example(key: PrefillKey) -> Example:
+        inputs, live = rig.step(key.tokens)
+        live["meta"].lengths = next(turns) if key.tokens == 16 else [key.tokens]
+        return Example(inputs, live)
+
+    for short_first in (False, True):
+        turns = itertools.cycle(([4, 4, 4, 4], [16]) if short_first else ([16], [4, 4, 4, 4]))
+        rig = PrefillRig(device, model=model, forward=forward, sizes=(16,), example=example)
+        # Warm-up takes one example, the capture the next, the proof a third: two kinds in turn differ in the last two.
+        rig.capture()
+        assert "differs" in rig.runner.dropped[PrefillKey(16)]
+        inputs, live = rig.step(16)
+        live["meta"].lengths = [4, 4, 4, 4]
+        result = rig.runner.run(inputs, size=16, live=live)
+        assert not result.replayed
+        ready = {name: tensor.to(device) for name, tensor in inputs.items()}
+        assert torch.equal(result.output, rig.eager(forward, ready, live))
+
+
+def test_a_branch_on_device_data_is_refused_with_its_line(backend: str, device: torch.device) -> None:
+    """FAULT-F4: `if lengths.max() < 64` on a device tensor asks the device, so a segment refuses it."""
+    lengths = torch.tensor([3, 70], device=device)
+    with (
+        pytest.raises((CaptureIllegalError, RuntimeError)) as caught,
+        BreakableCUDAGraphCapture(BreakableCUDAGraph(), backend=backend),
+    ):
+        if lengths.max() < 64:
+            lengths.add_(1)
+    assert "test_runner_capture.py" in str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
 
 
 class Counter:
