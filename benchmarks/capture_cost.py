@@ -17,6 +17,7 @@ import argparse
 import gc
 import json
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -53,16 +54,16 @@ def work(x: torch.Tensor, pause: Callable[[], None]) -> None:
             pause()
 
 
-def host_time(step: Callable[[], Any], *, repeats: int = 200) -> float:
-    """Median microseconds until `step` returns, the device idle before it."""
+def host_time(step: Callable[[], Any], *, repeats: int = 200, leave_out: int = 20) -> float:
+    """Median microseconds until `step` returns, the device idle before it; the first calls are left out."""
     times = []
-    for _ in range(repeats + 20):
+    for _ in range(repeats + leave_out):
         torch.cuda.synchronize()
         begin = time.perf_counter()
         step()
         times.append(1e6 * (time.perf_counter() - begin))
     torch.cuda.synchronize()
-    return round(statistics.median(times[20:]), 2)
+    return round(statistics.median(times[leave_out:]), 2)
 
 
 def replay_cost(peer: Any) -> dict[str, float]:
@@ -245,54 +246,79 @@ def _call_all(calls: list[Callable[[], Any]]) -> None:
         call()
 
 
-def capture_cost(name: str, kind: str, peer: Any) -> dict[str, float]:
-    """Milliseconds of a capture of 128 tokens and MiB that buckets take, for one subject."""
+SIZES = (2048, 1024, 512, 256, 128, 64, 16)
+
+
+def warmed_up(name: str, kind: str, peer: Any) -> Subject:
+    """A subject that has run all sizes eagerly, on both capture streams."""
     subject = Subject(name, kind, peer)
-    forward = subject.forward
-    result: dict[str, float] = {}
-    with torch.no_grad():
-        sizes = (2048, 1024, 512, 256, 128, 64, 16)
-        for context in (subject.pool.on_capture_stream(), torch.cuda.stream(subject.stream)):
-            with context:
-                for tokens in sizes:
-                    forward(**forward.inputs(tokens))
-        torch.cuda.synchronize()
-        inputs = forward.inputs(128)
-        eager = host_time(lambda: forward(**inputs), repeats=20) / 1000
-        times = []
-        for _ in range(9):
+    for context in (subject.pool.on_capture_stream(), torch.cuda.stream(subject.stream)):
+        with context:
+            for tokens in SIZES:
+                subject.forward(**subject.forward.inputs(tokens))
+    torch.cuda.synchronize()
+    return subject
+
+
+@torch.no_grad()
+def capture_cost(name: str, peer: Any, *, rounds: int = 15) -> dict[str, Any]:
+    """Milliseconds of host time of a capture of 128 tokens, for each subject in turn, in one process."""
+    kinds = ("torch alone", "ours", *(() if peer is None else ("peer",)))
+    subjects = {kind: warmed_up(name, kind, peer) for kind in kinds}
+    inputs = {kind: subject.forward.inputs(128) for kind, subject in subjects.items()}
+    eager: list[float] = []
+    captures: dict[str, list[float]] = {kind: [] for kind in kinds}
+    launches: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(rounds + 1):
+        for kind, subject in subjects.items():
+            eager.append(host_time(partial(subject.forward, **inputs[kind]), repeats=5, leave_out=2) / 1000)
             gc.collect()
             torch.cuda.synchronize()
             begin = time.perf_counter()
-            graph = subject.capture(inputs)
-            times.append(1000 * (time.perf_counter() - begin))
+            graph = subject.capture(inputs[kind])
+            captures[kind].append(1000 * (time.perf_counter() - begin))
             torch.cuda.synchronize()
-            launches = host_time(partial(_call_all, subject.launches(graph)), repeats=20) / 1000
+            calls = subject.launches(graph)
+            launches[kind].append(host_time(partial(_call_all, calls), repeats=5, leave_out=2) / 1000)
             graph.reset()
-        result["capture_ms"] = round(statistics.median(times[1:]), 2)
-        result["eager_host_ms"] = round(eager, 2)
-        result["launches_host_ms"] = round(launches, 2)
-        result["overhead_ms"] = round(result["capture_ms"] - eager - launches, 2)
-        if kind == "torch alone":
-            return result
-        gc.collect()
-        torch.cuda.empty_cache()
-        kept = []
-        before, reserved = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
-        for tokens in sizes:
-            kept.append(subject.capture(forward.inputs(tokens)))
-            kept[-1].replay()
-            torch.cuda.synchronize()
-            taken = (before - torch.cuda.mem_get_info()[0]) / 2**20
-            result.setdefault("largest_mib", round(taken, 1))
-            result["all_seven_mib"] = round(taken, 1)
-        result["of_it_executables_mib"] = round(taken - (torch.cuda.memory_reserved() - reserved) / 2**20, 1)
-        result["all_over_largest"] = round(result["all_seven_mib"] / result["largest_mib"], 3)
+    result: dict[str, Any] = {"eager_host_ms": round(statistics.median(eager), 2)}
+    for kind in kinds:
+        taken, launch = statistics.median(captures[kind][1:]), statistics.median(launches[kind][1:])
+        result[kind] = {
+            "capture_ms": round(taken, 2),
+            "least_and_most_ms": [round(min(captures[kind][1:]), 2), round(max(captures[kind][1:]), 2)],
+            "launches_host_ms": round(launch, 2),
+            "overhead_ms": round(taken - statistics.median(eager) - launch, 2),
+        }
+    if peer is not None:
+        for kind, key in (("ours", "ours_over_peer"), ("torch alone", "torch_alone_over_peer")):
+            result[key] = round(result[kind]["overhead_ms"] / result["peer"]["overhead_ms"], 3)
+    return result
+
+
+@torch.no_grad()
+def memory_cost(name: str, kind: str, peer: Any) -> dict[str, float]:
+    """MiB that seven buckets take in a process that has captured nothing before."""
+    subject = warmed_up(name, kind, peer)
+    gc.collect()
+    torch.cuda.empty_cache()
+    kept, result = [], {}
+    before, reserved = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
+    for tokens in SIZES:
+        kept.append(subject.capture(subject.forward.inputs(tokens)))
+        kept[-1].replay()
+        torch.cuda.synchronize()
+        taken = (before - torch.cuda.mem_get_info()[0]) / 2**20
+        executables = taken - (torch.cuda.memory_reserved() - reserved) / 2**20
+        if tokens == SIZES[0]:
+            result = {"largest_mib": round(taken, 1), "of_it_executables_mib": round(executables, 1)}
+    result |= {"all_seven_mib": round(taken, 1), "of_all_executables_mib": round(executables, 1)}
+    result["all_over_largest"] = round(result["all_seven_mib"] / result["largest_mib"], 3)
     return result
 
 
 def executable_cost(kernels: int, *, count: int = 330) -> dict[str, float]:
-    """KiB of device memory and microseconds of host time that one instantiated graph of `kernels` kernels takes."""
+    """KiB of device memory and microseconds of host time that one instantiated graph takes, in a process without others."""
     x = torch.zeros(1024, device="cuda")
     graphs = []
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -320,31 +346,38 @@ def executable_cost(kernels: int, *, count: int = 330) -> dict[str, float]:
     }
 
 
+PARTS: dict[str, Callable[[str, Any], Any]] = {
+    "replay": lambda shape, peer: replay_cost(peer),
+    "capture": capture_cost,
+    "memory ours": lambda shape, peer: memory_cost(shape, "ours", peer),
+    "memory peer": lambda shape, peer: None if peer is None else memory_cost(shape, "peer", peer),
+    "executables of 1": lambda shape, peer: executable_cost(1),
+    "executables of 12": lambda shape, peer: executable_cost(12),
+}
+
+
 def main() -> None:
-    """Measure and write the results file."""
+    """Measure each part in a process of its own, and write the results file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shape", default="8B")
     parser.add_argument("--commit", help="where the machine has no git")
+    parser.add_argument("--part", choices=PARTS, help="one part only, in this process")
     options = parser.parse_args()
     try:
         import breakable_cuda_graphs as peer
     except ImportError:
         peer = None
+    if options.part is not None:
+        options.out.write_text(json.dumps(PARTS[options.part](options.shape, peer)))
+        return
     results: dict[str, Any] = {**provenance(options.commit), "shape": options.shape}
     if peer is not None:
         results["versions"]["breakable-cuda-graphs"] = metadata.version("breakable-cuda-graphs")
-    results["replay"] = replay_cost(peer)
-    results["capture"] = {}
-    for kind in ("torch alone", "ours", *(() if peer is None else ("peer",))):
-        results["capture"][kind] = capture_cost(options.shape, kind, peer)
-        gc.collect()
-        torch.cuda.empty_cache()
-    if peer is not None:
-        least, ours, theirs = (results["capture"][kind]["overhead_ms"] for kind in ("torch alone", "ours", "peer"))
-        results["capture"]["overhead_ours_over_peer"] = round(ours / theirs, 3)
-        results["capture"]["overhead_torch_alone_over_peer"] = round(least / theirs, 3)
-    results["executables"] = [executable_cost(1), executable_cost(12)]
+    for part in PARTS:
+        arguments = [sys.executable, __file__, "--out", options.out, "--shape", options.shape, "--part", part]
+        subprocess.run(arguments, check=True)
+        results[part.replace(" ", "_")] = json.loads(options.out.read_text())
     options.out.write_text(json.dumps(results, indent=1) + "\n")
     print(json.dumps(results, indent=1))
 
