@@ -207,6 +207,28 @@ def test_generic_streams_and_events_take_part() -> None:
             source.normal_()
 
 
+def test_an_event_recorded_where_no_hook_sees_it_is_refused() -> None:
+    """A wait for it is taken for one of work outside; the driver refuses that for an event of a capture, so nothing is lost."""
+    side = torch.cuda.Stream()
+    x = torch.randn(ROWS, ROWS, device="cuda")
+    record = torch._C._CudaEventBase.record
+    event = torch.cuda.Event()
+    graph, pool = BreakableCUDAGraph(), GraphPool()
+    with torch.no_grad(), pytest.raises(RuntimeError), BreakableCUDAGraphCapture(graph, pool=pool):
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(CYCLES)
+            y = x * 2
+        record(event, side)
+        main.wait_event(event)
+        y + 1
+    with torch.no_grad(), BreakableCUDAGraphCapture(graph, pool=pool):
+        out = host_scale(x * 2)
+    graph.replay()
+    assert_same_bits(out, expected=host_scale(x * 2))
+
+
 @pytest.mark.parametrize("how", ["by stream", "by event", "generic stream"])
 def test_side_work_of_a_break_is_awaited(how: str) -> None:
     """FAULT-O4: a break leaves work on a side stream and returns; the next segment waits for it at every replay."""
