@@ -7,7 +7,7 @@ storage of its own, so that nothing a padding row writes belongs to a live reque
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import attrs
@@ -137,6 +137,10 @@ class DecodeRunner(GraphRunner[GraphKey]):
             for an eager step the key has the real batch size, and `padded_tokens` is its real token count. A step may be
             prepared before the one before it is launched: device data that graphs read is for hooks to write.
         hooks: Called as `hook(key, live)` after the copy-in and before each replay.
+        around: Called as `around(key, live)`; the context manager it returns is entered around warm-up, capture, proof and
+            every replay, not around eager steps: for what must be swapped in and, whatever happens, out again.
+        memory_budget: Most bytes of device memory that the graphs may take: a key that does not fit is dropped with its
+            reason, and smaller ones are still tried. None: no limit.
         progress: Called after each key of each phase of a capture.
         enabled: False: every step runs eagerly and nothing is captured.
 
@@ -167,6 +171,8 @@ class DecodeRunner(GraphRunner[GraphKey]):
         expect_breaks: int | Mapping[str, int] | None = None,
         plan: Callable[[GraphKey, Mapping[str, Any], int], None] | None = None,
         hooks: Sequence[Callable[[GraphKey, Mapping[str, Any]], None]] = (),
+        around: Callable[[GraphKey, Mapping[str, Any]], AbstractContextManager[Any]] | None = None,
+        memory_budget: int | None = None,
         progress: ProgressReporter | None = None,
         enabled: bool = True,
     ) -> None:
@@ -184,6 +190,7 @@ class DecodeRunner(GraphRunner[GraphKey]):
                 generators=generators,
                 plan=plan,
                 hooks=hooks,
+                around=around,
                 expect_breaks=expect_breaks,
             ),
             policy=Policy(
@@ -194,6 +201,7 @@ class DecodeRunner(GraphRunner[GraphKey]):
                 tolerance=tolerance,
                 check_addresses=check_addresses,
                 fallback=fallback,
+                memory_budget=memory_budget,
                 progress=progress,
                 enabled=enabled,
             ),
@@ -209,6 +217,7 @@ class DecodeRunner(GraphRunner[GraphKey]):
         key: GraphKey | UnequalRequests,
         live: Mapping[str, Any] | None = None,
         tokens: int | None = None,
+        opt_out: str | None = None,
     ) -> Prepared[GraphKey]:
         """Do all host work of a step: checks, gates, key, padding request, planning, staging.
 
@@ -219,6 +228,8 @@ class DecodeRunner(GraphRunner[GraphKey]):
             key: The batch's key, with its real batch size; or what `GraphKey.for_batch` found to differ.
             live: Live data of the step.
             tokens: Real tokens of a batch whose requests differ; else `num_tokens(key)` is used.
+            opt_out: Why this step must run eagerly, such as "logits of the prompt"; it is counted as OPT_OUT. None: it need
+                not.
 
         Returns:
             The step for `launch`.
@@ -235,9 +246,10 @@ class DecodeRunner(GraphRunner[GraphKey]):
             )
         if isinstance(key, UnequalRequests):
             extent = Extent(key.batch_size if tokens is None else tokens, key.batch_size)
-            refusal = Refusal.of(Reason.UNEQUAL_REQUESTS, key.detail)
+            refusal: Refusal | None = Refusal.of(Reason.UNEQUAL_REQUESTS, key.detail)
             return self._prepare(inputs, key=GraphKey(key.batch_size), extent=extent, live=live, refusal=refusal)
-        return self._prepare(inputs, key=key, extent=self._extent(key), live=live)
+        refusal = None if opt_out is None else Refusal.of(Reason.OPT_OUT, opt_out)
+        return self._prepare(inputs, key=key, extent=self._extent(key), live=live, refusal=refusal)
 
     def run(
         self,
@@ -246,6 +258,7 @@ class DecodeRunner(GraphRunner[GraphKey]):
         key: GraphKey | UnequalRequests,
         live: Mapping[str, Any] | None = None,
         tokens: int | None = None,
+        opt_out: str | None = None,
     ) -> Result[GraphKey]:
         """`prepare`, then `launch`.
 
@@ -254,11 +267,12 @@ class DecodeRunner(GraphRunner[GraphKey]):
             key: See `prepare`.
             live: See `prepare`.
             tokens: See `prepare`.
+            opt_out: See `prepare`.
 
         Returns:
             The result of the step.
         """
-        return self.launch(self.prepare(inputs, key=key, live=live, tokens=tokens))
+        return self.launch(self.prepare(inputs, key=key, live=live, tokens=tokens, opt_out=opt_out))
 
     @contextmanager
     def suspend_dummies(self) -> Iterator[None]:
@@ -305,11 +319,11 @@ class DecodeRunner(GraphRunner[GraphKey]):
                 Reason.ABOVE_LARGEST_BUCKET, f"{key.batch_size} requests; the largest bucket is {self.buckets.largest}"
             )
         rounded = attrs.evolve(key, batch_size=size)
-        if rounded in self._keys or not key.num_encoder_tokens:
+        if rounded in self._graphs.keys or not key.num_encoder_tokens:
             return rounded
         extents = [
             other.num_encoder_tokens
-            for other in self._keys
+            for other in self._graphs.keys
             if other.num_encoder_tokens > key.num_encoder_tokens
             and attrs.evolve(other, num_encoder_tokens=key.num_encoder_tokens) == rounded
         ]
@@ -323,8 +337,8 @@ class DecodeRunner(GraphRunner[GraphKey]):
 
     def _after_capture(self) -> None:
         # While the cache is empty. A draft length whose every batch size has a graph of its own is never padded.
-        for draft_len in sorted({key.draft_len for key in self._captured}):
-            sizes = {key.batch_size for key in self._captured if key.draft_len == draft_len}
+        for draft_len in sorted({key.draft_len for key in self._graphs.captured}):
+            sizes = {key.batch_size for key in self._graphs.captured if key.draft_len == draft_len}
             if len(sizes) < max(sizes):
                 self._dummies.rows(draft_len)
 

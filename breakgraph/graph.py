@@ -151,6 +151,16 @@ class BreakableCUDAGraph:
         """One for each call of a marked function."""
         return tuple(step.call for step in self.steps if step.call is not None)
 
+    @property
+    def executable_bytes(self) -> int:
+        """Device memory that the driver took for the executables, in its steps of 2 MiB."""
+        return 0 if self._program is None else self._program.executable_bytes
+
+    @property
+    def instantiate_seconds(self) -> float:
+        """Host time that the capture spent on making segments launchable."""
+        return sum(segment.instantiate_seconds for segment in self.segments)
+
     def replay(
         self,
         live: Mapping[str, Any] | None = None,
@@ -271,7 +281,7 @@ class BreakableCUDAGraph:
             held_bytes=sum(held.values()),
             capture_seconds=0.0 if self._program is None else self._program.capture_seconds,
             pool_bytes=0 if self._pool is None else self._pool.backend.pool_bytes(),
-            executable_bytes=0 if self._program is None else self._program.executable_bytes,
+            executable_bytes=self.executable_bytes,
             live_bytes=0 if self._pool is None else sum(end - at for at, end in self._pool.backend.live_blocks()),
         )
 

@@ -15,6 +15,7 @@ from breakgraph.capture import BreakableCUDAGraph, BreakableCUDAGraphCapture, Gr
 from breakgraph.errors import CaptureError
 from breakgraph.kept_tensors import describe_kept
 from breakgraph.output_arena import OutputArena
+from breakgraph.padding_limit import Times, median_seconds
 from breakgraph.replay_context import eager_step
 from breakgraph.staging import InputStage, Staged
 from breakgraph.static_buffers import Extent, InputSet
@@ -28,7 +29,7 @@ from breakgraph.verification import (
     same_snapshot,
     snapshot,
 )
-from breakgraph.work import CapturedKey, Example, Target, Work
+from breakgraph.work import CapturedKey, Example, Target, Work, signatures
 
 __all__ = ["GraphBuilder"]
 
@@ -72,6 +73,11 @@ class GraphBuilder(Generic[K]):
         self.kept: str | None = None
         backend = "cuda" if inputs.device.type == "cuda" else "emulated"
         self.pool = GraphPool(backend=backend, device=inputs.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory held: pool, bridges, results, static inputs."""
+        return self.pool.backend.pool_bytes() + self.pool.arena.nbytes + self._outputs.nbytes + self.stage.arena.numel()
 
     def fresh(self) -> GraphBuilder[K]:
         """Another builder for the same work, with memory and a pool of its own."""
@@ -121,10 +127,10 @@ class GraphBuilder(Generic[K]):
                 expect_breaks=self.work.expect_breaks,
             )
             buffers = self.stage.buffers(target.layout)
-            with capture:
+            with self.work.swapped_in(target.key, example.live), capture:
                 outputs.fill(self.work.forward(**buffers, **example.live))
         self._refuse_kept(graph, before=before)
-        return CapturedKey(target, graph, outputs, example.live, seen)
+        return CapturedKey(target, graph, outputs, example.live, seen, signatures=signatures(example.live))
 
     def _refuse_kept(self, graph: BreakableCUDAGraph, *, before: set[tuple[int, int]]) -> None:
         """Refuse a graph whose segments made a tensor that is still held: results were copied out, so a model keeps it."""
@@ -201,10 +207,7 @@ class GraphBuilder(Generic[K]):
         """
 
         def replay() -> Any:
-            captured.graph.replay(
-                live, valid_rows=real.tokens, before=partial(self.commit, captured.target, live, staged)
-            )
-            return captured.outputs.narrow(real)
+            return self.replay(captured, live=live, real=real, staged=staged)
 
         def eager() -> Any:
             with self.pool.used_by(f"the proof of a step of {captured.target.where}"):
@@ -216,6 +219,49 @@ class GraphBuilder(Generic[K]):
                 pass  # refused here, before the state of a step that is running is saved and put back
             verdict = judge(self._keeper, replay=replay, eager=eager, tolerance=self.tolerance)
             return (replay() if verdict.mismatch is None else eager()), verdict.mismatch
+
+    def replay(self, captured: CapturedKey[K], *, live: Mapping[str, Any], real: Extent, staged: Staged) -> Any:
+        """Replay a graph on a staged step.
+
+        Args:
+            captured: The graph.
+            live: Live data of the step.
+            real: Real sizes of the step.
+            staged: Its inputs.
+
+        Returns:
+            The result's real rows: views of the arena.
+        """
+        before = partial(self.commit, captured.target, live, staged)
+        if self.work.around is None:
+            captured.graph.replay(live, valid_rows=real.tokens, before=before)
+        else:
+            with self.work.swapped_in(captured.target.key, live):
+                captured.graph.replay(live, valid_rows=real.tokens, before=before)
+        return captured.outputs.narrow(real)
+
+    def times(self, captured: CapturedKey[K], *, runs: int = 3) -> Times:
+        """Measure an eager step and a replay, of all rows of a key, each with its planning; state is put back.
+
+        Args:
+            captured: The graph.
+            runs: How often each is measured, after one run that is not; the median counts. Syncs the host each time.
+
+        Returns:
+            Both times.
+        """
+        key, live_rows = captured.target.key, captured.target.extent.tokens
+        example, real = self._example(key)
+
+        def eager() -> None:
+            self.plan(key, example.live, padded_rows=live_rows)
+            self.run_unpadded(self.inputs.ready(example.inputs, real), example.live, extent=real)
+
+        idle = self.pool.backend.synchronize
+        # On the capture stream, where the pool launched last: that is the one `synchronize` waits for.
+        with self.pool.on_capture_stream(), torch.no_grad(), self._keeper.preserved():
+            replay = median_seconds(partial(self._replay, captured, example, real), idle=idle, runs=runs)
+            return Times(eager=median_seconds(eager, idle=idle, runs=runs), replay=replay)
 
     def run_staged(self, captured: CapturedKey[K], *, live: Mapping[str, Any], real: Extent, staged: Staged) -> Any:
         """Run a step eagerly that was staged for a graph which may not be used any more.
@@ -333,10 +379,7 @@ class GraphBuilder(Generic[K]):
         target = captured.target
         self.plan(target.key, example.live, padded_rows=target.extent.tokens)
         staged = self.stage.stage(example.inputs, target.layout)
-        captured.graph.replay(
-            example.live, valid_rows=real.tokens, before=partial(self.commit, target, example.live, staged)
-        )
-        return captured.outputs.narrow(real)
+        return self.replay(captured, live=example.live, real=real, staged=staged)
 
     def _twin(self, captured: CapturedKey[K], example: Example, real: Extent) -> Any:
         target = captured.target
@@ -346,5 +389,6 @@ class GraphBuilder(Generic[K]):
 
     def _eager(self, target: Target[K], live: Mapping[str, Any], *, real: Extent) -> Any:
         """The eager twin: static buffers, padded shapes, marked functions as in a replay."""
-        with eager_step(live, valid_rows=real.tokens, padded_rows=target.extent.tokens):
+        swapped = self.work.swapped_in(target.key, live)
+        with swapped, eager_step(live, valid_rows=real.tokens, padded_rows=target.extent.tokens):
             return self.work.forward(**self.stage.buffers(target.layout), **live)

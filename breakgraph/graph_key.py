@@ -17,7 +17,7 @@ import torch
 
 from breakgraph.errors import ConfigError
 
-__all__ = ["Extra", "GraphKey", "PrefillKey", "SampleType", "UnequalRequests", "num_tokens"]
+__all__ = ["Extra", "GraphKey", "PrefillKey", "SampleType", "UnequalRequests", "cached_tokens", "num_tokens"]
 
 Extra = tuple[tuple[str, Hashable], ...]
 """What a user's own model adds to a key: pairs of a name and a hashable value."""
@@ -224,3 +224,58 @@ def num_tokens(key: GraphKey, *, beam_width: int = 1) -> int:
     """
     generated = key.batch_size * beam_width - key.num_contexts
     return key.num_contexts * key.context_query_len + generated * (key.draft_len + 1)
+
+
+def cached_tokens(
+    key: GraphKey,
+    *,
+    max_seq_len: int,
+    short_threshold: int | None = None,
+    step_tokens: int | None = None,
+    context_parallel: int = 1,
+    rotary_length: int | None = None,
+) -> int:
+    """How many tokens a request of a key's example should have in the cache: the most that a step of its graph can meet.
+
+    A short-sequence variant is captured below its threshold, so that the step's own tokens still fit under it; ranks
+    that share a sequence hold a part of it each; and no position of the step passes the rotary table.
+
+    Args:
+        key: The key.
+        max_seq_len: Most tokens of one request.
+        short_threshold: Length from which on the dense kernels are not used any more; needed by keys with
+            `short_seq_len_mode`.
+        step_tokens: Most tokens that one generation step adds; `draft_len + 1` by default (2K for a scheme that
+            verifies 2K tokens).
+        context_parallel: Ranks that share each sequence.
+        rotary_length: Rows of the rotary table; None: as many as `max_seq_len`.
+
+    Returns:
+        Tokens before the step, 0 or more.
+
+    Raises:
+        ConfigError: A limit is missing or below 1, or the step does not fit under it.
+    """
+    step = key.draft_len + 1 if step_tokens is None else step_tokens
+    limits = {"max_seq_len": max_seq_len, "step_tokens": step, "context_parallel": context_parallel}
+    if rotary_length is not None:
+        limits["rotary_length"] = rotary_length
+    if key.short_seq_len_mode:
+        limits["short_threshold"] = 0 if short_threshold is None else short_threshold
+    low = {name: value for name, value in limits.items() if value < 1}
+    if low:
+        raise ConfigError(
+            f"cached_tokens({key}) got {low}; expected 1 or more.",
+            why="The example of a capture stands for the longest sequence that the graph will meet.",
+            fix="Pass the limits that the engine enforces; short_threshold too, for a key with short_seq_len_mode.",
+        )
+    longest = -(-max_seq_len // context_parallel)
+    for name in ("rotary_length", "short_threshold"):
+        longest = min(longest, limits.get(name, longest))
+    if longest < step:
+        raise ConfigError(
+            f"cached_tokens({key}): a step of {step} tokens does not fit into {longest}.",
+            why="Its positions would pass the end of a sequence, of the rotary table, or of the short-sequence mode.",
+            fix="Leave this key out, or raise the limit.",
+        )
+    return longest - step

@@ -14,7 +14,7 @@ from breakgraph.errors import ConfigError
 from breakgraph.gates import Gate
 from breakgraph.verification import Tolerance
 
-__all__ = ["CheckAddresses", "Fallback", "Policy", "Verify"]
+__all__ = ["CheckAddresses", "Fallback", "Measure", "Policy", "Verify"]
 
 
 class Verify(enum.Enum):
@@ -46,6 +46,15 @@ class Fallback(enum.Enum):
     """NoGraphError, for tests."""
 
 
+class Measure(enum.Enum):
+    """When a prefill runner measures from which real size on a bucket's replay is cheaper than an eager step."""
+
+    CUDA = "cuda"
+    """On a CUDA device; an emulated replay is no faster than eager, and its times say nothing."""
+    ALWAYS = "always"
+    NEVER = "never"
+
+
 E = TypeVar("E", bound=enum.Enum)
 
 
@@ -72,6 +81,19 @@ def _fallback(value: Fallback | str) -> Fallback:
     return _member(Fallback, value, name="fallback")
 
 
+def _measure(value: Measure | str) -> Measure:
+    return _member(Measure, value, name="measure")
+
+
+def _positive(policy: object, field: attrs.Attribute[int | None], value: object) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ConfigError(
+            f"{field.name}={value!r}; expected a number of bytes, 1 or more, or None.",
+            why="Graphs that would take more are left out, and their steps run eagerly.",
+            fix=f"Pass {field.name}=256 * 2**20 for 256 MiB.",
+        )
+
+
 @attrs.frozen(kw_only=True)
 class Policy:
     """How a runner decides.
@@ -85,6 +107,8 @@ class Policy:
         check_addresses: When addresses are compared: "first", "always", "never".
         fallback: "allow" or "error".
         progress: Called after each key of each phase of a capture.
+        memory_budget: Most bytes of device memory that the graphs may take; None: no limit.
+        measure: When the size is measured below which eager is cheaper than padding: "cuda", "always", "never".
         enabled: False: every step runs eagerly and nothing is captured.
     """
 
@@ -96,4 +120,6 @@ class Policy:
     check_addresses: CheckAddresses = attrs.field(default=CheckAddresses.FIRST, converter=_check_addresses)
     fallback: Fallback = attrs.field(default=Fallback.ALLOW, converter=_fallback)
     progress: ProgressReporter | None = None
+    memory_budget: int | None = attrs.field(default=None, validator=_positive)
+    measure: Measure = attrs.field(default=Measure.CUDA, converter=_measure)
     enabled: bool = True

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,7 +15,8 @@ from breakgraph.capture_window import ProgressReporter
 from breakgraph.errors import StaticInputError
 from breakgraph.gates import Gate, Refusal
 from breakgraph.graph_key import Extra, PrefillKey
-from breakgraph.policy import CheckAddresses, Fallback, Policy, Verify
+from breakgraph.padding_limit import least_sizes
+from breakgraph.policy import CheckAddresses, Fallback, Measure, Policy, Verify
 from breakgraph.runner import GraphRunner
 from breakgraph.static_buffers import Extent, StaticInput
 from breakgraph.statistics import Reason
@@ -22,6 +25,8 @@ from breakgraph.verification import Tolerance
 from breakgraph.work import CapturedKey, Example, Work
 
 __all__ = ["Example", "PrefillRunner"]
+
+_LOG = logging.getLogger(__name__)
 
 
 class PrefillRunner(GraphRunner[PrefillKey]):
@@ -56,6 +61,12 @@ class PrefillRunner(GraphRunner[PrefillKey]):
             for an eager step the key has the real token count, which `padded_tokens` then is as well. A step may be
             prepared before the one before it is launched: device data that graphs read is for hooks to write.
         hooks: Called as `hook(key, live)` after the copy-in and before each replay.
+        around: Called as `around(key, live)`; the context manager it returns is entered around warm-up, capture, proof and
+            every replay, not around eager steps: for what must be swapped in and, whatever happens, out again.
+        measure: When the real size is measured, for each bucket, below which an eager step is cheaper than a padded replay:
+            "cuda" (on a CUDA device), "always", "never".
+        memory_budget: Most bytes of device memory that the graphs may take: a key that does not fit is dropped with its
+            reason, and smaller ones are still tried. None: no limit.
         progress: Called after each key of each phase of a capture.
         enabled: False: every step runs eagerly and nothing is captured.
 
@@ -85,11 +96,15 @@ class PrefillRunner(GraphRunner[PrefillKey]):
         expect_breaks: int | Mapping[str, int] | None = None,
         plan: Callable[[PrefillKey, Mapping[str, Any], int], None] | None = None,
         hooks: Sequence[Callable[[PrefillKey, Mapping[str, Any]], None]] = (),
+        around: Callable[[PrefillKey, Mapping[str, Any]], AbstractContextManager[Any]] | None = None,
+        measure: Measure | str = Measure.CUDA,
+        memory_budget: int | None = None,
         progress: ProgressReporter | None = None,
         enabled: bool = True,
     ) -> None:
         self.buckets = buckets
         self._max_requests = max_requests
+        self._least_size: dict[PrefillKey, int] = {}
         super().__init__(
             Work(
                 forward=forward,
@@ -98,6 +113,7 @@ class PrefillRunner(GraphRunner[PrefillKey]):
                 generators=generators,
                 plan=plan,
                 hooks=hooks,
+                around=around,
                 expect_breaks=expect_breaks,
             ),
             policy=Policy(
@@ -108,6 +124,8 @@ class PrefillRunner(GraphRunner[PrefillKey]):
                 tolerance=tolerance,
                 check_addresses=check_addresses,
                 fallback=fallback,
+                measure=measure,
+                memory_budget=memory_budget,
                 progress=progress,
                 enabled=enabled,
             ),
@@ -123,6 +141,7 @@ class PrefillRunner(GraphRunner[PrefillKey]):
         size: int,
         live: Mapping[str, Any] | None = None,
         extra: Extra = (),
+        opt_out: str | None = None,
     ) -> Prepared[PrefillKey]:
         """Do all host work of a step: checks, gates, key, planning, staging.
 
@@ -133,6 +152,8 @@ class PrefillRunner(GraphRunner[PrefillKey]):
             size: Real tokens, 1 or more.
             live: Live data of the step.
             extra: The caller's part of the key.
+            opt_out: Why this step must run eagerly, such as "logits of the prompt"; it is counted as OPT_OUT. None: it need
+                not.
 
         Returns:
             The step for `launch`.
@@ -144,7 +165,9 @@ class PrefillRunner(GraphRunner[PrefillKey]):
         if type(size) is not int or size < 1:
             size = _checked_size(size)
         requests = self._inputs.requests(inputs, most=self._max_requests, where="a prefill step")
-        return self._prepare(inputs, key=PrefillKey(size, extra), extent=Extent(size, requests), live=live)
+        refusal = None if opt_out is None else Refusal.of(Reason.OPT_OUT, opt_out)
+        key, extent = PrefillKey(size, extra), Extent(size, requests)
+        return self._prepare(inputs, key=key, extent=extent, live=live, refusal=refusal)
 
     def run(
         self,
@@ -153,6 +176,7 @@ class PrefillRunner(GraphRunner[PrefillKey]):
         size: int,
         live: Mapping[str, Any] | None = None,
         extra: Extra = (),
+        opt_out: str | None = None,
     ) -> Result[PrefillKey]:
         """`prepare`, then `launch`.
 
@@ -161,11 +185,12 @@ class PrefillRunner(GraphRunner[PrefillKey]):
             size: See `prepare`.
             live: See `prepare`.
             extra: See `prepare`.
+            opt_out: See `prepare`.
 
         Returns:
             The result of the step.
         """
-        return self.launch(self.prepare(inputs, size=size, live=live, extra=extra))
+        return self.launch(self.prepare(inputs, size=size, live=live, extra=extra, opt_out=opt_out))
 
     def _name(self, key: PrefillKey) -> str:
         return f"prefill[{key.tokens}]" + (f"{dict(key.extra)}" if key.extra else "")
@@ -190,7 +215,11 @@ class PrefillRunner(GraphRunner[PrefillKey]):
             return Refusal.of(
                 Reason.ABOVE_LARGEST_BUCKET, f"{key.tokens} tokens; the largest bucket is {self.buckets.largest}"
             )
-        return PrefillKey(tokens, key.extra)
+        rounded = PrefillKey(tokens, key.extra)
+        if key.tokens < self._least_size.get(rounded, 0):
+            detail = f"{self._name(rounded)} was measured to pay from {self._least_size[rounded]} tokens on"
+            return Refusal.of(Reason.EAGER_IS_CHEAPER, detail)
+        return rounded
 
     def _padding(
         self, key: PrefillKey, captured: CapturedKey[PrefillKey]
@@ -198,7 +227,21 @@ class PrefillRunner(GraphRunner[PrefillKey]):
         return None  # padded tokens are the matter of each input's padding rule
 
     def _after_capture(self) -> None:
-        return None
+        self._least_size.clear()
+        if not self._measures():
+            return
+        captured = self._graphs.captured
+        for extra in {key.extra for key in captured}:
+            times = {key.tokens: self._graphs.times(key) for key in captured if key.extra == extra}
+            for tokens, least in least_sizes(times).items():
+                key = PrefillKey(tokens, extra)
+                self._least_size[key] = self.statistics.reports[key].least_size = least
+                if least > tokens:
+                    _LOG.warning("%s will not be used: an eager step is cheaper at every size", self._name(key))
+
+    def _measures(self) -> bool:
+        measure = self._policy.measure
+        return measure is Measure.ALWAYS or (measure is Measure.CUDA and self._inputs.device.type == "cuda")
 
 
 def _checked_size(size: Any) -> int:

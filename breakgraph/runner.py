@@ -10,24 +10,21 @@ import abc
 import logging
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from breakgraph.addresses import AddressWatch
 from breakgraph.capture import BreakableCUDAGraph, GraphPool
-from breakgraph.capture_window import CaptureWindow, KeyWork, two_passes
-from breakgraph.errors import CaptureError
+from breakgraph.capture_window import CaptureWindow
 from breakgraph.gates import Gates, Refusal
 from breakgraph.graph_builder import GraphBuilder
+from breakgraph.graph_set import GraphSet, KeyRules
 from breakgraph.policy import CheckAddresses, Fallback, Policy, Verify
-from breakgraph.staging import Layout
 from breakgraph.static_buffers import Extent, InputSet, StaticInput
-from breakgraph.statistics import KeyReport, Reason, RunnerStatistics
-from breakgraph.step import NOTHING, LiveNames, Prepared, Result
+from breakgraph.statistics import Reason, RunnerStatistics
+from breakgraph.step import LiveNames, Prepared, Result
 from breakgraph.verification import own
-from breakgraph.work import CapturedKey, Example, Target, Work
+from breakgraph.work import CapturedKey, Example, Work
 
 __all__ = ["Example", "GraphRunner", "Policy", "Prepared", "Result", "Work"]
 
@@ -52,20 +49,25 @@ class GraphRunner(abc.ABC, Generic[K]):
     ) -> None:
         device = torch.empty(0, device=device).device  # with its index, so that it can be compared
         self.statistics = RunnerStatistics()
-        self.dropped: dict[K, str] = {}
         self._policy = policy
         self._inputs = InputSet(inputs, device=device)
         self._live_names = LiveNames.of(work.forward, inputs=[declared.name for declared in self._inputs.all])
-        self._builder = GraphBuilder(
-            work, inputs=self._inputs, tolerance=policy.tolerance, extent=self._extent_of_example
-        )
         self._gates = Gates(policy.gates, override=policy.override)
         self._window = CaptureWindow()
-        self._watch: AddressWatch | None = None
-        # Largest first: later captures then find blocks in the pool that are large enough.
-        self._keys = dict.fromkeys(sorted(keys, key=self._size, reverse=True))
-        self._captured: dict[K, CapturedKey[K]] = {}
         self._routes: dict[K, CapturedKey[K]] = {}
+        self._graphs = GraphSet(
+            GraphBuilder(work, inputs=self._inputs, tolerance=policy.tolerance, extent=self._extent_of_example),
+            keys=keys,
+            rules=KeyRules(
+                name=self._name,
+                extent=self._extent,
+                size=self._size,
+                serves=lambda key, other: self._round_up(other) == key,
+                smaller=self._smaller,
+            ),
+            policy=policy,
+            statistics=self.statistics,
+        )
 
     # What a kind of runner decides.
 
@@ -130,88 +132,10 @@ class GraphRunner(abc.ABC, Generic[K]):
         if not self._policy.enabled:
             _LOG.info("the runner is disabled: nothing is captured")
             return
-        with self._builder.generators_kept():
-            self._capture_missing()
-
-    def _capture_missing(self) -> None:
-        layouts = {key: Layout(self._inputs, self._extent(key)) for key in self._keys}
-        self._builder.stage.reserve(layouts.values())
-        if self._watch is not None:
-            self._watch.check()
-        wanted = [key for key in self._keys if key not in self._captured]
-        _LOG.info("capturing %d graphs: %s", len(wanted), [self._name(key) for key in wanted])
-        targets = {key: Target(key, self._name(key), self._extent(key), layouts[key]) for key in wanted}
-        made: dict[K, CapturedKey[K]] = {}
-
-        def capture(key: K) -> None:
-            watch = self._watch_addresses()
-            made[key] = self._builder.capture(targets[key])
-            watch.note_live(key, made[key].live)
-            if self._policy.verify is Verify.NEVER:
-                self._publish(key, made.pop(key))
-
-        def verify(key: K) -> None:
-            captured, watch = made.pop(key), self._watch_addresses()
-            try:
-                self._prove(captured)
-            except BaseException:
-                captured.graph.reset()
-                watch.note_live(key, {})
-                raise
-            watch.forget_rebound_live(key)
-            self._publish(key, captured)
-
         self._routes.clear()
-        self.dropped = two_passes(
-            wanted,
-            work=KeyWork(
-                warm_up=lambda key: self._builder.warm_up(targets[key], other=self._other_count(key)),
-                capture=capture,
-                verify=None if self._policy.verify is Verify.NEVER else verify,
-            ),
-            report=lambda key: self.statistics.reports.setdefault(key, KeyReport()),
-            progress=self._policy.progress,
-        )
-        if (kept := self._builder.kept) is not None:
-            _LOG.warning("all graphs are dropped: the model keeps what a segment of %s", kept)
-            dropped = {
-                key: self.dropped.get(key, f"capture: the model keeps what a segment of {kept}") for key in self._keys
-            }
-            self.clear()
-            self.dropped = dropped
-        self._after_capture()
-
-    def _other_count(self, key: K) -> K | None:
-        """A key that tells rows of tokens from rows of requests, where this one has as many of each; else None."""
-
-        def alike(key: K) -> bool:
-            return (extent := self._extent(key)).tokens == extent.requests
-
-        return next((other for other in self._smaller(key) if not alike(other)), None) if alike(key) else None
-
-    def _watch_addresses(self) -> AddressWatch:
-        """Note all addresses before the first capture, when warm-up has grown what grows; later, compare them."""
-        if self._watch is None:
-            watched = {"arena of static inputs": self._builder.stage.arena, **self._inputs.device_fed}
-            self._watch = AddressWatch(self._policy.modules, tensors=watched)
-        else:
-            self._watch.check()
-        return self._watch
-
-    def _prove(self, captured: CapturedKey[K]) -> None:
-        key = captured.target.key
-        smaller = next((other for other in self._smaller(key) if self._round_up(other) == key), None)
-        mismatch = self._builder.verify(captured, smaller=smaller, report=self.statistics.reports[key])
-        if mismatch is not None:
-            raise CaptureError(
-                f"{captured.target.where}: {mismatch}.",
-                why="The graph would serve wrong results, silently.",
-                fix="Look for work on host data outside a break, for state missing in state=, for rows missing in writes=.",
-            )
-
-    def _publish(self, key: K, captured: CapturedKey[K]) -> None:
-        captured.live, captured.seen = NOTHING, None
-        self._captured[key] = captured
+        with self._graphs.builder.generators_kept():
+            self._graphs.capture()
+            self._after_capture()
 
     def clear(self) -> None:
         """Give all graphs and their pool back; until the next capture every step runs eagerly. Syncs the host.
@@ -219,23 +143,23 @@ class GraphRunner(abc.ABC, Generic[K]):
         Steps prepared for a graph before can no longer be launched. Padding requests stay held, since the next
         capture needs them: `DecodeRunner.release_dummies()` gives them back.
         """
-        for captured in self._captured.values():
-            captured.graph.reset()
-        self._captured.clear()
         self._routes.clear()
-        self.dropped.clear()
-        self._watch = None
-        self._builder = self._builder.fresh()
+        self._graphs.clear()
+
+    @property
+    def dropped(self) -> Mapping[K, str]:
+        """Keys whose graph was dropped, and why."""
+        return self._graphs.dropped
 
     @property
     def graphs(self) -> Mapping[K, BreakableCUDAGraph]:
         """The published graphs by key."""
-        return {key: captured.graph for key, captured in self._captured.items()}
+        return {key: captured.graph for key, captured in self._graphs.captured.items()}
 
     @property
     def pool(self) -> GraphPool:
         """The pool that all graphs of this runner share; another one after `clear()`."""
-        return self._builder.pool
+        return self._graphs.builder.pool
 
     def suspend(self, reason: Reason = Reason.DISABLED) -> AbstractContextManager[None]:
         """Run every step that is launched inside a `with` block eagerly, also one prepared for a graph before.
@@ -274,10 +198,10 @@ class GraphRunner(abc.ABC, Generic[K]):
             assert refusal is not None
             return self._prepare_eager(inputs, key=key, extent=extent, live=live, refusal=refusal)
         target = captured.target
-        self._builder.plan(target.key, live, padded_rows=target.extent.tokens)
-        staged = self._builder.stage.stage(inputs, target.layout, dummy=padding)
+        self._graphs.builder.plan(target.key, live, padded_rows=target.extent.tokens)
+        staged = self._graphs.builder.stage.stage(inputs, target.layout, dummy=padding)
         turn = None if padding is None else self._padding_turn()
-        return Prepared(target.key, extent, live, None, self._builder, captured, staged, padding_turn=turn)
+        return Prepared(target.key, extent, live, None, self._graphs.builder, captured, staged, padding_turn=turn)
 
     def _choose(
         self, key: K, live: Mapping[str, Any]
@@ -292,6 +216,8 @@ class GraphRunner(abc.ABC, Generic[K]):
             if isinstance(route, Refusal):
                 return route
             captured = self._routes[key] = route
+        if captured.signatures and (other := captured.other_plan(live)) is not None:
+            return Refusal.of(Reason.OTHER_PLAN, other)
         if (refusal := self._gates.after_key(key, live)) is not None:
             return refusal
         padding = self._padding(key, captured)
@@ -301,11 +227,11 @@ class GraphRunner(abc.ABC, Generic[K]):
         rounded = self._round_up(key)
         if isinstance(rounded, Refusal):
             return rounded
-        if (captured := self._captured.get(rounded)) is not None:
+        if (captured := self._graphs.captured.get(rounded)) is not None:
             return captured
         if rounded in self.dropped:
             return Refusal.of(Reason.DROPPED, f"{self._name(rounded)}: {self.dropped[rounded]}")
-        if rounded in self._keys:
+        if rounded in self._graphs.keys:
             return Refusal.of(Reason.NOT_CAPTURED_YET, f"{self._name(rounded)} was not captured yet")
         return Refusal.of(Reason.NO_GRAPH, f"{rounded} is not among the keys of this runner")
 
@@ -314,8 +240,8 @@ class GraphRunner(abc.ABC, Generic[K]):
     ) -> Prepared[K]:
         if self._policy.fallback is Fallback.ERROR:
             raise refusal.error(rows=extent.tokens)
-        self._builder.plan(key, live, padded_rows=extent.tokens)
-        return Prepared(None, extent, live, refusal, self._builder, inputs=self._inputs.ready(inputs, extent))
+        self._graphs.builder.plan(key, live, padded_rows=extent.tokens)
+        return Prepared(None, extent, live, refusal, self._graphs.builder, inputs=self._inputs.ready(inputs, extent))
 
     def launch(self, prepared: Prepared[K], *, copy: bool = False) -> Result[K]:
         """Put a prepared step on the current stream. Never waits for the device, unless a break does.
@@ -340,7 +266,7 @@ class GraphRunner(abc.ABC, Generic[K]):
             # Graphs were captured without; entering their modes in the replay would cost more.
             with torch.no_grad():
                 return self.launch(prepared, copy=copy)
-        builder, captured, staged = self._builder, prepared.captured, prepared.staged
+        builder, captured, staged = self._graphs.builder, prepared.captured, prepared.staged
         prepared.check(builder, padding_turn=self._padding_turn())
         if captured is None or staged is None:
             return self._launch_eager(prepared)
@@ -356,15 +282,14 @@ class GraphRunner(abc.ABC, Generic[K]):
             if mismatch is not None:
                 return self._drop(captured, output=own(output), mismatch=mismatch, rows=real.tokens)
         else:
-            captured.graph.replay(live, valid_rows=real.tokens, before=partial(builder.commit, target, live, staged))
-            output = captured.outputs.narrow(real)
+            output = builder.replay(captured, live=live, real=real, staged=staged)
         self.statistics.count_replay(target.key, real=real.tokens, padded=target.extent.tokens)
         return Result(own(output) if copy else output, True, target.key, None)
 
     def _withdrawn(self, captured: CapturedKey[K]) -> Refusal | None:
         """Why a graph that was there in `prepare` may not be used now."""
         key = captured.target.key
-        if self._captured.get(key) is not captured:
+        if self._graphs.captured.get(key) is not captured:
             return Refusal.of(Reason.DROPPED, f"{self._name(key)}: {self.dropped.get(key, 'captured again since')}")
         return self._gates.suspension()
 
@@ -372,15 +297,15 @@ class GraphRunner(abc.ABC, Generic[K]):
         when = self._policy.check_addresses
         if when is CheckAddresses.NEVER or (when is CheckAddresses.FIRST and captured.addresses_checked):
             return
-        if self._watch is not None:
-            self._watch.check()
-            self._watch.check_live(captured.target.key, live)
+        if self._graphs.watch is not None:
+            self._graphs.watch.check()
+            self._graphs.watch.check_live(captured.target.key, live)
         captured.addresses_checked = True
 
     def _launch_eager(self, prepared: Prepared[K]) -> Result[K]:
         refusal = prepared.refusal
         assert refusal is not None
-        output = self._builder.run_unpadded(prepared.inputs, prepared.live, extent=prepared.extent)
+        output = self._graphs.builder.run_unpadded(prepared.inputs, prepared.live, extent=prepared.extent)
         return self._count_eager(output, refusal=refusal, rows=prepared.extent.tokens)
 
     def _count_eager(self, output: Any, *, refusal: Refusal, rows: int) -> Result[K]:
@@ -388,12 +313,8 @@ class GraphRunner(abc.ABC, Generic[K]):
         return Result(output, False, None, refusal.reason, refusal.detail)
 
     def _drop(self, captured: CapturedKey[K], *, output: Any, mismatch: str, rows: int) -> Result[K]:
-        key = captured.target.key
-        _LOG.warning("%s is dropped: %s", captured.target.where, mismatch)
         self._routes = {real: route for real, route in self._routes.items() if route is not captured}
-        self._captured.pop(key, None)
-        self.dropped[key] = mismatch
-        captured.graph.reset()
+        self._graphs.drop(captured, reason=mismatch)
         refusal = Refusal.of(Reason.DROPPED, f"{captured.target.where}: {mismatch}")
         if self._policy.fallback is Fallback.ERROR:
             raise refusal.error(rows=rows)

@@ -24,6 +24,9 @@ class Reason(enum.Enum):
     ABOVE_LARGEST_BUCKET = "above the largest bucket"
     NO_GRAPH = "no graph was declared for this key"
     DROPPED = "the graph of this key was dropped"
+    EAGER_IS_CHEAPER = "padding to the bucket costs more than an eager step"
+    OTHER_PLAN = "the graph holds a plan that this step's live data does not have"
+    OPT_OUT = "the caller asked for an eager step"
     NO_DUMMY = "no block was free for a padding request"
 
 
@@ -32,6 +35,7 @@ class CapturePhase(enum.Enum):
 
     WARM_UP = "warm-up"
     CAPTURE = "capture"
+    INSTANTIATE = "instantiate"
     VERIFY = "verify"
 
 
@@ -47,6 +51,11 @@ class KeyReport:
         tolerated: Whether eager differed from itself and the declared tolerance was applied.
         padded_rows: Real rows of the padded step that was verified too; None when there was none.
         padded_skipped: Why there was none.
+        memory_bytes: Device memory that the graph took beyond what the ones before it had.
+        executable_bytes: Of it, what the driver took for executables, in its steps of 2 MiB.
+        eager_seconds: Measured time of an eager step of the whole bucket; None where it was not measured.
+        replay_seconds: Of a replay.
+        least_size: Real rows from which on the graph is used; below, eager is cheaper than padding.
     """
 
     seconds: dict[CapturePhase, float] = attrs.field(factory=dict)
@@ -55,6 +64,11 @@ class KeyReport:
     tolerated: bool = False
     padded_rows: int | None = None
     padded_skipped: str = ""
+    memory_bytes: int = 0
+    executable_bytes: int = 0
+    eager_seconds: float | None = None
+    replay_seconds: float | None = None
+    least_size: int = 0
 
 
 @attrs.define

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import attrs
 import torch
@@ -14,7 +16,7 @@ from breakgraph.staging import Layout
 from breakgraph.static_buffers import Extent
 from breakgraph.verification import Snapshot
 
-__all__ = ["CapturedKey", "Example", "Target", "Work"]
+__all__ = ["CapturedKey", "Example", "Planned", "Target", "Work", "signatures", "swapped"]
 
 K = TypeVar("K", bound=Hashable)
 
@@ -46,6 +48,7 @@ class Work(Generic[K]):
         generators: The caller's own random generators that forward draws from.
         plan: Host work of a step, called as `plan(key, live, padded_rows)` before it is launched; None: nothing.
         hooks: Called as `hook(key, live)` after the copy-in and before each replay.
+        around: Called as `around(key, live)`; entered around warm-up, capture, proof and every replay.
         expect_breaks: Number of breaks, or names and counts, that each graph must have.
     """
 
@@ -55,7 +58,39 @@ class Work(Generic[K]):
     generators: Sequence[torch.Generator] = ()
     plan: Callable[[K, Mapping[str, Any], int], None] | None = None
     hooks: Sequence[Callable[[K, Mapping[str, Any]], None]] = ()
+    around: Callable[[K, Mapping[str, Any]], AbstractContextManager[Any]] | None = None
     expect_breaks: int | Mapping[str, int] | None = None
+
+    def swapped_in(self, key: K, live: Mapping[str, Any]) -> AbstractContextManager[Any]:
+        """What `around` returns for a step; nothing where there is none.
+
+        Args:
+            key: Key of the graph.
+            live: Live data of the step.
+        """
+        return _UNCHANGED if self.around is None else self.around(key, live)
+
+
+_UNCHANGED = nullcontext()
+_MISSING = object()
+
+
+@runtime_checkable
+class Planned(Protocol):
+    """Live data that carries what a graph has baked in: a plan, a kernel's choice, a number of pages."""
+
+    def replay_signature(self) -> Hashable:
+        """Equal for two steps that may use one graph."""
+        ...
+
+
+def signatures(live: Mapping[str, Any]) -> dict[str, Hashable]:
+    """The replay signatures of a step's live data, by name.
+
+    Args:
+        live: Live data.
+    """
+    return {name: value.replay_signature() for name, value in live.items() if isinstance(value, Planned)}
 
 
 @attrs.frozen(eq=False)
@@ -79,6 +114,7 @@ class CapturedKey(Generic[K]):
         live: Live data of its capture, until it is published.
         seen: Copies of the inputs and the live data of its capture, until it is published.
         addresses_checked: Whether a replay was preceded by the check of addresses.
+        signatures: Replay signatures of the live data of its capture.
     """
 
     target: Target[K]
@@ -87,3 +123,41 @@ class CapturedKey(Generic[K]):
     live: Mapping[str, Any]
     seen: tuple[Snapshot, Snapshot] | None = None
     addresses_checked: bool = False
+    signatures: Mapping[str, Hashable] = attrs.field(factory=dict)
+
+    def other_plan(self, live: Mapping[str, Any]) -> str | None:
+        """How the plan of a step differs from the one that the graph holds; None where it does not.
+
+        Args:
+            live: Live data of the step.
+        """
+        for name, held in self.signatures.items():
+            value = live.get(name)
+            now = value.replay_signature() if isinstance(value, Planned) else None
+            if now != held:
+                return f"live data {name!r} has replay signature {now!r}; {self.target.where} holds {held!r}"
+        return None
+
+
+@contextmanager
+def swapped(target: Any, **attributes: Any) -> Iterator[None]:
+    """Set attributes of an object inside a `with` block, and put back what was there whatever happens inside.
+
+    For `around=` of a runner: a static cache in place of the model's own one while graphs are made and replayed.
+
+    Args:
+        target: The object.
+        **attributes: Name -> value. An attribute that the object itself did not have is deleted again.
+
+    Yields:
+        Nothing.
+    """
+    with ExitStack() as stack:
+        for name, value in attributes.items():
+            found = getattr(target, name, _MISSING)
+            # What only its class has, or nobody, is no attribute of the object: it is taken off again.
+            own = found is not _MISSING and getattr(type(target), name, _MISSING) is not found
+            undo = partial(setattr, target, name, found) if own else partial(delattr, target, name)
+            setattr(target, name, value)
+            stack.callback(undo)
+        yield

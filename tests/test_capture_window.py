@@ -83,7 +83,9 @@ def test_times_and_progress_of_each_phase() -> None:
     """REQ-D8, REQ-D10: each key's time is noted per phase, and progress counts the keys of each phase."""
     recorder = Recorder()
     recorder.run([4, 2])
-    assert all(set(report.seconds) == set(CapturePhase) for report in recorder.reports.values())
+    assert all(
+        set(report.seconds) == set(CapturePhase) - {CapturePhase.INSTANTIATE} for report in recorder.reports.values()
+    )
     warm_up = [(step.key, step.done, step.total) for step in recorder.progress if step.phase is CapturePhase.WARM_UP]
     assert warm_up == [(4, 1, 2), (2, 2, 2)]
     assert len(recorder.progress) == 6

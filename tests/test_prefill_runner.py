@@ -77,7 +77,7 @@ def test_nothing_of_an_earlier_step_is_read(rig: PrefillRig) -> None:
     """REQ-C8, FAULT-P3, FAULT-P4: whatever the static buffers held before, a replay reads this step's data only."""
     inputs, live = rig.step(5)
     expected = rig.runner.run(inputs, size=5, live=live).output.clone()
-    rig.runner._builder.stage.arena.fill_(0x7F)
+    rig.runner._graphs.builder.stage.arena.fill_(0x7F)
     rig.model.cache.fill_(math.nan)
     assert torch.equal(rig.runner.run(inputs, size=5, live=live).output, expected)
 

@@ -20,6 +20,7 @@ def test_public_names_are_pinned() -> None:
         "current_replay",
         "eager_on_graph",
         "eager_step",
+        "swapped",
     ]
     for name in breakgraph.__all__:
         assert getattr(breakgraph, name).__doc__

@@ -97,7 +97,7 @@ def test_hooks_run_while_the_pool_is_held(device: torch.device) -> None:
 
     def hook(key: Any, live: Any) -> None:
         if holder:
-            arena = holder[0]._builder.stage.arena
+            arena = holder[0]._graphs.builder.stage.arena
             seen.append((arena[:16].view(torch.float32).tolist(), holder[0].pool._lock.locked()))
 
     runner = tiny(device, lambda ids: ids * 2, hooks=[hook])

@@ -458,6 +458,8 @@ def test_bad_options_are_refused_with_their_name(model: LoadedModel) -> None:
         ({"num_blocks": 1}, "num_blocks is 1; expected an integer of at least 2"),
         ({"max_seq_len": 1}, "max_seq_len is 1; expected an integer of at least 2"),
         ({"memory_fraction": 1.5}, "memory_fraction is 1.5"),
+        ({"graph_budget": 0}, "graph_budget is 0"),
+        ({"measure": "sometimes"}, "measure is 'sometimes'"),
     ]:
         with pytest.raises(ConfigError, match=message):
             LLM(model, **options)

@@ -37,6 +37,11 @@ class Segment(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def instantiate_seconds(self) -> float:
+        """Host time that making it launchable took, seconds; a part of its capture."""
+
+    @property
+    @abc.abstractmethod
     def notes(self) -> tuple[str, ...]:
         """Forks, joins and waits around it, each with the line that asked for it."""
 

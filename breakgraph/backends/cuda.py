@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -35,6 +36,7 @@ class CudaSegment(Segment):
         backend: Whose pool it lives in.
         boundary: Waits before it, events behind it.
         draws_random_numbers: Its launches must advance the generators, which only `CUDAGraph.replay()` does.
+        instantiate_seconds: Host time of its instantiation.
     """
 
     def __init__(
@@ -45,11 +47,13 @@ class CudaSegment(Segment):
         backend: CudaBackend,
         boundary: Boundary,
         draws_random_numbers: bool,
+        instantiate_seconds: float,
     ) -> None:
         self.graph = graph
         self.boundary = boundary
         self.draws_random_numbers = draws_random_numbers
         self._nodes = nodes
+        self._instantiate_seconds = instantiate_seconds
         self._backend = backend
         backend.live_segments.add(self)
 
@@ -85,6 +89,11 @@ class CudaSegment(Segment):
     def size(self) -> int:
         """The count of graph nodes."""
         return self._nodes
+
+    @property
+    def instantiate_seconds(self) -> float:
+        """Host time of its instantiation."""
+        return self._instantiate_seconds
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -125,6 +134,11 @@ class BoundarySegment(Segment):
     def size(self) -> int:
         """None."""
         return 0
+
+    @property
+    def instantiate_seconds(self) -> float:
+        """None."""
+        return 0.0
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -222,17 +236,26 @@ class CudaBackend(Backend):
             alone = BoundarySegment(boundary, device=self.device)
             alone.bound()()
             return alone
+        begin = time.perf_counter()
         try:
             graph.instantiate()
         except Exception:
             graph.reset()
             raise
+        taken = time.perf_counter() - begin
         before = [generator.get_offset() for generator in self._generators]
         boundary.before(self.stream)
         graph.replay()
         boundary.behind(self.stream)
         random = before != [generator.get_offset() for generator in self._generators]
-        return CudaSegment(graph, nodes=nodes, backend=self, boundary=boundary, draws_random_numbers=random)
+        return CudaSegment(
+            graph,
+            nodes=nodes,
+            backend=self,
+            boundary=boundary,
+            draws_random_numbers=random,
+            instantiate_seconds=taken,
+        )
 
     def begin_break(self) -> None:
         """Note the side streams that the break uses."""

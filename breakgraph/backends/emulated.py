@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from breakgraph.backends.base import Backend, Segment
-from breakgraph.backends.emulated_rules import declare_pure, illegal
+from breakgraph.backends.emulated_rules import declare_pure, illegal, tensors_in
 from breakgraph.call_site import user_line
 from breakgraph.errors import CaptureIllegalError
 from breakgraph.structure import storage_address
@@ -95,7 +95,7 @@ class EmulatedSegment(Segment):
                 if isinstance(result, torch.Tensor):
                     operator.fresh[0][1].copy_(result)
                 else:
-                    flat = _tensors(result)
+                    flat = tensors_in(result)
                     for index, captured in operator.fresh:
                         captured.copy_(flat[index])
 
@@ -114,6 +114,11 @@ class EmulatedSegment(Segment):
     def size(self) -> int:
         """The count of operators."""
         return len(self.operators)
+
+    @property
+    def instantiate_seconds(self) -> float:
+        """None: operators are launchable as they are."""
+        return 0.0
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -285,14 +290,14 @@ class EmulatedBackend(Backend):
         refusal = illegal(function, args, kwargs)
         if refusal is not None:
             self.refuse(refusal[0], why=refusal[1])
-        inputs = {storage_address(t) for t in _tensors((args, kwargs)) if t.numel()}
+        inputs = {storage_address(t) for t in tensors_in((args, kwargs)) if t.numel()}
         if not inputs.isdisjoint(self._foreign):
             self.refuse(
                 f"a tensor that a segment of another graph of the pool made (in {function.name()})",
                 why="Graphs of one pool share memory: on a GPU that graph's next replay, or this one's own, may overwrite it.",
             )
         result = function(*args, **kwargs)
-        outputs = _tensors(result)
+        outputs = tensors_in(result)
         # Aliases, since an address is what is baked in: `weight.data = other` changes the caller's tensor only.
         fresh = tuple(
             (index, _aliases(tensor))
@@ -372,17 +377,6 @@ def _is_composite(function: Any) -> bool:
     return bool(function.has_kernel_for_dispatch_key(key)) or bool(
         torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), key)
     )
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    """Tensors of an operator's arguments or results: these are tuples, lists and dicts only."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, tuple | list):
-        return [tensor for item in value for tensor in _tensors(item)]
-    if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in _tensors(item)]
-    return []
 
 
 def _aliases(value: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["declare_pure", "illegal"]
+__all__ = ["declare_pure", "illegal", "tensors_in"]
 
 _aten = torch.ops.aten
 _INDEXING = (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_)
@@ -71,3 +71,14 @@ def _is_python_operator(function: Any) -> bool:
     packet = f"{function.namespace}/{function.overloadpacket.__name__}"
     names = (packet, f"{packet}.{function._overloadname}")
     return any(f"{name}/{key}" in torch.library._impls for name in names for key in _PYTHON_KEYS)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Tensors of an operator's arguments or results: these are tuples, lists and dicts only."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in tensors_in(item)]
+    return []

@@ -12,7 +12,7 @@ import torch
 
 from breakgraph.buckets import Buckets
 from breakgraph.errors import ConfigError
-from breakgraph.policy import Verify
+from breakgraph.policy import Measure, Verify
 from breakgraph.serving.kv_cache import blocks_for
 
 __all__ = [
@@ -140,6 +140,10 @@ def _verify(value: Verify | str) -> Verify:
     return _member(Verify, value, name="verify", why="It says when a graph is compared with eager.")
 
 
+def _measure(value: Measure | str) -> Measure:
+    return _member(Measure, value, name="measure", why="It says when prefill buckets are timed against eager steps.")
+
+
 def _attention(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
     if value not in ("auto", "torch", "flashinfer"):
         raise _wrong(
@@ -169,6 +173,10 @@ class EngineConfig:
             the context that its graph was made for; None takes powers of four from 256.
         attention: "auto", "torch" or "flashinfer".
         verify: When a graph is compared with eager: "first" (before it may serve), "always" or "never".
+        measure: When prefill buckets are timed, so that steps for which padding costs more than an eager step run
+            eagerly: "cuda" (on a CUDA device), "always" or "never".
+        graph_budget: Most bytes that the graphs of prefill, and those of decode, may take; graphs that do not fit are
+            dropped with a reason. None: no limit.
         seed: Of the generator that gives requests their seeds; None takes entropy.
 
     Raises:
@@ -187,6 +195,10 @@ class EngineConfig:
     contexts: tuple[int, ...] | None = attrs.field(default=None, converter=_sizes, validator=_buckets)
     attention: Literal["auto", "torch", "flashinfer"] = attrs.field(default="auto", validator=_attention)
     verify: Verify = attrs.field(default=Verify.FIRST, converter=_verify)
+    measure: Measure = attrs.field(default=Measure.CUDA, converter=_measure)
+    graph_budget: int | None = attrs.field(
+        default=None, validator=_at_least(1, optional=True, why="It is a number of bytes.")
+    )
     seed: int | None = attrs.field(
         default=None,
         validator=_at_least(0, optional=True, why="Requests without a seed of their own get theirs from it."),

@@ -121,6 +121,7 @@ class DecodeStep:
             modules=(state.decoder,),
             plan=self._plan,
             verify=config.verify,
+            memory_budget=config.graph_budget,
             progress=progress,
             enabled=config.graphs is Graphs.ON,
         )

@@ -63,6 +63,8 @@ class PrefillStep:
             device=state.device,
             modules=(state.decoder,),
             verify=config.verify,
+            measure=config.measure,
+            memory_budget=config.graph_budget,
             expect_breaks={"attention": state.decoder.config.num_layers},
             progress=progress,
             enabled=config.graphs is Graphs.ON,

@@ -1,0 +1,245 @@
+"""The graphs of one runner: which keys are captured, proven, published or dropped, and what they take."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Generic, TypeVar
+
+import attrs
+
+from breakgraph.addresses import AddressWatch
+from breakgraph.capture_window import KeyWork, two_passes
+from breakgraph.errors import CaptureError
+from breakgraph.graph_builder import GraphBuilder
+from breakgraph.padding_limit import Times
+from breakgraph.policy import Policy, Verify
+from breakgraph.staging import Layout
+from breakgraph.static_buffers import Extent
+from breakgraph.statistics import CapturePhase, KeyReport, RunnerStatistics
+from breakgraph.step import NOTHING
+from breakgraph.work import CapturedKey, Target
+
+__all__ = ["GraphSet", "KeyRules"]
+
+_LOG = logging.getLogger(__name__)
+_MIB = 1 << 20
+
+K = TypeVar("K", bound=Hashable)
+
+
+@attrs.frozen
+class KeyRules(Generic[K]):
+    """What a kind of runner decides about its keys.
+
+    Attributes:
+        name: The name of a key's graph, for messages.
+        extent: The padded sizes of a key.
+        size: What memory a key's graph takes, for comparison.
+        serves: Whether a graph of the first key serves steps of the second.
+        smaller: Keys of fewer rows, to try in this order.
+    """
+
+    name: Callable[[K], str]
+    extent: Callable[[K], Extent]
+    size: Callable[[K], tuple[int, ...]]
+    serves: Callable[[K, K], bool]
+    smaller: Callable[[K], Iterator[K]]
+
+
+class GraphSet(Generic[K]):
+    """Captures the graphs of a runner and keeps them.
+
+    Args:
+        builder: Makes and proves them.
+        keys: Every key to capture, in any order.
+        rules: About keys.
+        policy: How to decide.
+        statistics: Where reports of the capture go.
+
+    Attributes:
+        builder: Another one, with a pool of its own, after `clear()`.
+        keys: Largest first: later captures then find blocks in the pool that are large enough.
+        captured: The published graphs.
+        dropped: Keys without a graph, and why.
+        watch: Addresses at capture; None before the first.
+    """
+
+    def __init__(
+        self,
+        builder: GraphBuilder[K],
+        *,
+        keys: Iterable[K],
+        rules: KeyRules[K],
+        policy: Policy,
+        statistics: RunnerStatistics,
+    ) -> None:
+        self.builder = builder
+        self.keys = dict.fromkeys(sorted(keys, key=rules.size, reverse=True))
+        self.captured: dict[K, CapturedKey[K]] = {}
+        self.dropped: dict[K, str] = {}
+        self.watch: AddressWatch | None = None
+        self._rules = rules
+        self._policy = policy
+        self._statistics = statistics
+
+    def capture(self) -> None:
+        """Run every key without a graph eagerly, then capture, prove and publish each; see `GraphRunner.capture`."""
+        layouts = {key: Layout(self.builder.inputs, self._rules.extent(key)) for key in self.keys}
+        self.builder.stage.reserve(layouts.values())
+        if self.watch is not None:
+            self.watch.check()
+        wanted = [key for key in self.keys if key not in self.captured]
+        names = [self._rules.name(key) for key in wanted]
+        _LOG.info("capturing %d graphs, in two passes: %s", len(wanted), names)
+        targets = {
+            key: Target(key, name, self._rules.extent(key), layouts[key])
+            for key, name in zip(wanted, names, strict=True)
+        }
+        made: dict[K, CapturedKey[K]] = {}
+
+        def capture(key: K) -> None:
+            watch = self._watched()
+            made[key] = self._capture_one(targets[key])
+            watch.note_live(key, made[key].live)
+            if self._policy.verify is Verify.NEVER:
+                self._publish(key, made.pop(key))
+
+        def verify(key: K) -> None:
+            captured, watch = made.pop(key), self._watched()
+            try:
+                self._prove(captured)
+            except BaseException:
+                captured.graph.reset()
+                watch.note_live(key, {})
+                raise
+            watch.forget_rebound_live(key)
+            self._publish(key, captured)
+
+        self.dropped = two_passes(
+            wanted,
+            work=KeyWork(
+                warm_up=lambda key: self.builder.warm_up(targets[key], other=self._other_count(key)),
+                capture=capture,
+                verify=None if self._policy.verify is Verify.NEVER else verify,
+            ),
+            report=self._report,
+            progress=self._policy.progress,
+        )
+        self._split_phases()
+        if (kept := self.builder.kept) is not None:
+            _LOG.warning("all graphs are dropped: the model keeps what a segment of %s", kept)
+            self.withdraw_all(f"capture: the model keeps what a segment of {kept}")
+
+    def withdraw_all(self, reason: str) -> None:
+        """Give every graph back and keep the reason for each key.
+
+        Args:
+            reason: For keys that were not dropped for a reason of their own.
+        """
+        dropped = {key: self.dropped.get(key, reason) for key in self.keys}
+        self.clear()
+        self.dropped = dropped
+
+    def drop(self, captured: CapturedKey[K], *, reason: str) -> None:
+        """Take a published graph out of service.
+
+        Args:
+            captured: The graph.
+            reason: Why.
+        """
+        _LOG.warning("%s is dropped: %s", captured.target.where, reason)
+        self.captured.pop(captured.target.key, None)
+        self.dropped[captured.target.key] = reason
+        captured.graph.reset()
+
+    def times(self, key: K) -> Times:
+        """Measure a published graph beside an eager step of the same rows, and note both in its report.
+
+        Args:
+            key: Its key.
+
+        Returns:
+            The times.
+        """
+        times, report = self.builder.times(self.captured[key]), self._report(key)
+        report.eager_seconds, report.replay_seconds = times.eager, times.replay
+        return times
+
+    def clear(self) -> None:
+        """Give all graphs and their pool back. Syncs the host."""
+        for captured in self.captured.values():
+            captured.graph.reset()
+        self.captured.clear()
+        self.dropped.clear()
+        self.watch = None
+        self.builder = self.builder.fresh()
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory that the graphs take: pool, executables, bridges, static inputs and results."""
+        executables = sum(captured.graph.executable_bytes for captured in self.captured.values())
+        return self.builder.nbytes + executables
+
+    def _capture_one(self, target: Target[K]) -> CapturedKey[K]:
+        """Capture a key, note what it took, and refuse it where that is above the budget."""
+        before = self.nbytes
+        captured = self.builder.capture(target)
+        executables = captured.graph.executable_bytes
+        after, budget = self.nbytes + executables, self._policy.memory_budget
+        report = self._report(target.key)
+        report.memory_bytes, report.executable_bytes = max(0, after - before), executables
+        if budget is not None and after > budget:
+            captured.graph.reset()
+            self.builder.pool.backend.release()
+            raise CaptureError(
+                f"{target.where} needs {(after - before) / _MIB:.1f} MiB, and the graphs would take {after / _MIB:.1f} MiB of "
+                f"a budget of {budget / _MIB:.1f} MiB.",
+                why="What graphs take is missing for KV blocks and activations.",
+                fix="Raise memory_budget, or declare fewer or smaller buckets.",
+            )
+        return captured
+
+    def _split_phases(self) -> None:
+        """Instantiation is a part of the capture; reports tell the two apart."""
+        for key, captured in self.captured.items():
+            seconds = self._report(key).seconds
+            if CapturePhase.INSTANTIATE not in seconds and CapturePhase.CAPTURE in seconds:
+                seconds[CapturePhase.INSTANTIATE] = captured.graph.instantiate_seconds
+                seconds[CapturePhase.CAPTURE] -= captured.graph.instantiate_seconds
+
+    def _report(self, key: K) -> KeyReport:
+        return self._statistics.reports.setdefault(key, KeyReport())
+
+    def _publish(self, key: K, captured: CapturedKey[K]) -> None:
+        captured.live, captured.seen = NOTHING, None
+        self.captured[key] = captured
+
+    def _prove(self, captured: CapturedKey[K]) -> None:
+        key, rules = captured.target.key, self._rules
+        smaller = next((other for other in rules.smaller(key) if rules.serves(key, other)), None)
+        mismatch = self.builder.verify(captured, smaller=smaller, report=self._report(key))
+        if mismatch is not None:
+            raise CaptureError(
+                f"{captured.target.where}: {mismatch}.",
+                why="The graph would serve wrong results, silently.",
+                fix="Look for work on host data outside a break, for state missing in state=, for rows missing in writes=.",
+            )
+
+    def _other_count(self, key: K) -> K | None:
+        """A key that tells rows of tokens from rows of requests, where this one has as many of each; else None."""
+
+        def alike(key: K) -> bool:
+            return (extent := self._rules.extent(key)).tokens == extent.requests
+
+        return next((other for other in self._rules.smaller(key) if not alike(other)), None) if alike(key) else None
+
+    def _watched(self) -> AddressWatch:
+        """Note all addresses before the first capture, when warm-up has grown what grows; later, compare them."""
+        if self.watch is None:
+            inputs = self.builder.inputs
+            watched = {"arena of static inputs": self.builder.stage.arena, **inputs.device_fed}
+            self.watch = AddressWatch(self._policy.modules, tensors=watched)
+        else:
+            self.watch.check()
+        return self.watch
