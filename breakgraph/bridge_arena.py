@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import weakref
 
+import attrs
 import torch
 
 __all__ = ["BridgeArena"]
@@ -14,22 +16,35 @@ _WIDEST = 8
 """How many times its own bytes a bridge may span: the parts of a merged projection keep their strides."""
 
 
+@attrs.frozen(eq=False)
+class _Handed:
+    """A bridge that was handed to a model, and where it lies."""
+
+    tensor: weakref.ref[torch.Tensor]
+    chunk: int
+    start: int
+    end: int
+
+
 class BridgeArena:
     """Memory for bridges, shared by all graphs of a pool: their replays never overlap, so their bridges may.
 
-    Every capture starts at the beginning again; with the largest bucket first, the others fit in what it took.
+    Every capture starts at the beginning again; with the largest bucket first, the others fit in what it took. A bridge
+    that somebody still holds then (a result that the caller keeps, a table that a model built in a break) is left alone:
+    later captures take memory around it.
 
     Args:
         device: Device of the bridges.
     """
 
-    __slots__ = ("_chunk", "_chunks", "_offset", "device")
+    __slots__ = ("_chunk", "_chunks", "_handed", "_offset", "device")
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._chunks: list[torch.Tensor] = []
         self._chunk = 0
         self._offset = 0
+        self._handed: list[_Handed] = []
 
     @property
     def nbytes(self) -> int:
@@ -39,6 +54,7 @@ class BridgeArena:
     def rewind(self) -> None:
         """Start at the beginning: the next capture of this pool."""
         self._chunk = self._offset = 0
+        self._handed = [handed for handed in self._handed if handed.tensor() is not None]
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
         """A buffer of the shape, dtype and strides of `like`; never an inference tensor.
@@ -51,20 +67,36 @@ class BridgeArena:
         nbytes = span * like.element_size() if like.numel() else 0
         with torch.inference_mode(mode=False), torch.no_grad():
             start = self._reserve(nbytes)
-            return self._chunks[self._chunk][start : start + nbytes].view(like.dtype).as_strided(like.shape, strides)
+            memory = self._chunks[self._chunk][start : start + nbytes]
+            # Detached, so that views of it hold it and not the chunk: then one weak reference tells whether it is in use.
+            bridge = memory.view(like.dtype).as_strided(like.shape, strides).detach()
+        self._handed.append(_Handed(weakref.ref(bridge), self._chunk, start, start + nbytes))
+        return bridge
 
     def _reserve(self, nbytes: int) -> int:
         while self._chunk < len(self._chunks):
             start = self._offset
             if start + nbytes <= self._chunks[self._chunk].numel():
-                self._offset = start + math.ceil(nbytes / _ALIGNMENT) * _ALIGNMENT
-                return start
+                in_use = self._in_use(start, start + nbytes)
+                if in_use is None:
+                    self._offset = start + math.ceil(nbytes / _ALIGNMENT) * _ALIGNMENT
+                    return start
+                self._offset = math.ceil(in_use.end / _ALIGNMENT) * _ALIGNMENT
+                continue
             self._chunk += 1
             self._offset = 0
         size = max(_SMALLEST_CHUNK, math.ceil(nbytes / _ALIGNMENT) * _ALIGNMENT)
         self._chunks.append(torch.empty(size, dtype=torch.uint8, device=self.device))
         self._offset = math.ceil(nbytes / _ALIGNMENT) * _ALIGNMENT
         return 0
+
+    def _in_use(self, start: int, end: int) -> _Handed | None:
+        """The last bridge of an earlier capture that overlaps a span of the current chunk and is still held."""
+        found = None
+        for handed in self._handed:
+            if handed.chunk == self._chunk and handed.start < end and start < handed.end:
+                found = handed if found is None or handed.end > found.end else found
+        return found
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True where the tensor lies in the arena: copying several such tensors may overwrite one before it is read."""

@@ -13,15 +13,19 @@ import torch
 __all__ = ["raised_at", "user_line"]
 
 _PACKAGE = Path(__file__).resolve().parent
-_TORCH = str(Path(torch.__file__).resolve().parent)
+_TORCH = Path(torch.__file__).resolve().parent
+_TYPED_IN = ("<string>", "<stdin>", "<ipython")
+"""Code that was typed in has no file; all else in angle brackets was generated."""
 
 
 @functools.lru_cache(maxsize=4096)
 def _is_ours(filename: str) -> bool:
     """True for torch and for the core of this package; models and serving count as a user's code."""
-    if filename.startswith((_TORCH, "<")):
+    if filename.startswith("<"):
+        return not filename.startswith(_TYPED_IN)
+    path = Path(filename).resolve()  # an installed package may be reached through a link
+    if _TORCH in path.parents:
         return True
-    path = Path(filename)
     # contextlib and functools carry decorators and context managers; they are nobody's line.
     return path.parent in (_PACKAGE, _PACKAGE / "backends") or path.name in ("contextlib.py", "functools.py")
 

@@ -86,6 +86,10 @@ class BreakableCUDAGraphCapture:
         expect_breaks: int | Mapping[str, int] | None = None,
         padded_rows: int | None = None,
     ) -> None:
+        if isinstance(generators, Iterable):  # read once: an iterator would be empty afterwards
+            generators = tuple(generators)
+        if isinstance(state, Iterable) and not isinstance(state, torch.Tensor):
+            state = tuple(state)
         _check_options(graph, pool=pool, live=live, state=state, generators=generators)
         self.graph = graph
         self._pool = pool
@@ -175,7 +179,8 @@ class BreakableCUDAGraphCapture:
                     running.recorder.seal()
                     self._check_breaks(running.recorder.steps, device=running.pool.device)
                 except BaseException as failed:
-                    running.give_up(failed)
+                    if running.give_up(failed):
+                        add_note(failed, _INVALIDATED)
                     raise
         except BaseException as failed:
             running.give_up(failed)  # also where putting the state back failed: a second time it does nothing
@@ -340,13 +345,30 @@ def _device_to_ourselves(device: torch.device, what: str) -> Iterator[None]:
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     """No automatic collection: a finaliser that frees a graph or a stream would act in the middle of a capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
+    with _collector.lock:
+        _collector.holders += 1
+        if _collector.holders == 1:
+            _collector.was_enabled = gc.isenabled()
+            gc.disable()
     try:
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        with _collector.lock:
+            _collector.holders -= 1
+            if not _collector.holders and _collector.was_enabled:
+                gc.enable()
+
+
+class _Collector:
+    """The collector is the process's, and captures on two devices may overlap: the last one puts it back."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.holders = 0
+        self.was_enabled = True
+
+
+_collector = _Collector()
 
 
 @contextmanager

@@ -167,11 +167,11 @@ class OutputContract:
                 fix=f"Return the captured shape, dtype and device on every call{hint}.",
             )
         if leaf.kind is LeafKind.IN_PLACE and (
-            value.data_ptr() != expected.data_ptr() or value.stride() != expected.stride()
+            value.numel() and (value.data_ptr() != expected.data_ptr() or not _same_strides(value, expected))
         ):
             raise CopyBackError(
-                f"{self.where} returned a tensor{_at(leaf)} at {value.data_ptr():#x}; at capture it was a view of its own "
-                f"argument, at {expected.data_ptr():#x}.",
+                f"{self.where} returned a tensor{_at(leaf)} at {value.data_ptr():#x} with strides {value.stride()}; at capture "
+                f"it was a view of its own argument, at {expected.data_ptr():#x} with strides {expected.stride()}.",
                 why="The next segment reads the argument's memory, so the returned tensor would not be seen.",
                 fix="Write into the argument on every call, or return a fresh tensor on every call.",
             )
@@ -216,7 +216,7 @@ def learn(
     if any(isinstance(value, torch.Tensor) for _, value in found):
         storages = {storage_address(tensor) for tensor in arguments if tensor.numel()} - {0}
     leaves: list[Leaf] = []
-    bridges: dict[int, torch.Tensor] = {}
+    bridges: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def freeze(path: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -227,14 +227,16 @@ def learn(
             axis = _checked_axis(value, axis, path=path, where=where)
         _refuse_tensor(value, path=path, where=where, device=arena.device)
         if value.numel() and storage_address(value) in storages:
-            leaves.append(Leaf(path, LeafKind.IN_PLACE, borrow(value), axis))
+            leaves.append(Leaf(path, LeafKind.IN_PLACE, borrow(value).detach(), axis))
             return value
-        bridge = bridges.get(id(value))
-        if bridge is None:
-            bridge = bridges[id(value)] = arena.take(value)
+        if id(value) not in bridges:
+            bridge = arena.take(value)
             with torch.no_grad():
                 bridge.copy_(value)
-        leaves.append(Leaf(path, LeafKind.BRIDGE, bridge, axis))
+            # The model's `y.t_()` later must not change the contract, so that has a tensor object of its own.
+            bridges[id(value)] = (bridge, bridge.detach())
+        bridge, ours = bridges[id(value)]
+        leaves.append(Leaf(path, LeafKind.BRIDGE, ours, axis))
         return bridge
 
     model_value = map_leaves(result, freeze)
@@ -302,6 +304,13 @@ def _same_value(captured: Any, value: Any) -> bool:
         return bool(captured == value) or bool(captured != captured and value != value)
     except Exception:
         return False
+
+
+def _same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Strides of axes of length 1 say nothing: with one real row they are whatever the last operation left there."""
+    return all(
+        left == right for size, left, right in zip(one.shape, one.stride(), other.stride(), strict=True) if size > 1
+    )
 
 
 def _shape(tensor: torch.Tensor) -> str:

@@ -186,6 +186,10 @@ class BreakableCUDAGraph:
 
         Cost: no host sync and no allocation of its own; about 2-3 us of host time a segment on an H200's host.
         """
+        if self._pool is not None and (there := self._pool.backend.elsewhere()) is not None:
+            with there:
+                self.replay(live, valid_rows=valid_rows, before=before)
+            return
         program = self._program
         if program is None:
             raise NoGraphError(

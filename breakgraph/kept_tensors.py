@@ -38,7 +38,11 @@ def describe_kept(blocks: Iterable[tuple[int, int]]) -> str:
         found.append(f"{kind} held by {_holder(tensor, others=tensors)}")
     more = f" and {len(tensors) - _MOST} more" if len(tensors) > _MOST else ""
     nbytes = sum(end - start for start, end in spans)
-    return f"{nbytes} bytes" + (f": {', '.join(found)}{more}" if found else "")
+    if not found:
+        return (
+            f"{nbytes} bytes, of no Python tensor: a library's workspace, such as that of cuBLAS for a stream new to it"
+        )
+    return f"{nbytes} bytes: {', '.join(found)}{more}"
 
 
 def _lies_in(tensor: torch.Tensor, spans: tuple[tuple[int, int], ...]) -> bool:

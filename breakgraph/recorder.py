@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from breakgraph.copy_back import learn
 from breakgraph.errors import CaptureError, CaptureIllegalError, InternalError, LiveDataError, add_note
 from breakgraph.graph_pool import GraphPool
 from breakgraph.replay_context import Frame, MarkedCall, Phase, ReplayContext
-from breakgraph.replay_program import BreakCall, Modes, Step, StepKind, borrow_arguments
-from breakgraph.structure import flatten, map_leaves, same_containers, snapshot, storage_address
+from breakgraph.replay_program import BreakCall, Modes, Step, StepKind
+from breakgraph.structure import flatten, is_changeable_object, map_leaves, same_containers, snapshot, storage_address
 
 __all__ = ["Recorder", "State"]
 
@@ -70,6 +71,7 @@ class Recorder(Frame):
         self._barrier = barrier
         self._segment_line = ""
         self._hoisted: list[tuple[int, int]] = []
+        self._held: list[tuple[torch.Tensor, _Layout, str]] = []
 
     @property
     def is_in_segment(self) -> bool:
@@ -98,7 +100,9 @@ class Recorder(Frame):
                 fix="Let exceptions of marked functions reach the end of the capture.",
             )
         self._end_segment()
+        self._refuse_reshaped()
         self._move(State.SEALED)
+        self._held.clear()
 
     def fail(self) -> bool:
         """Any state -> failed: nothing recorded is kept.
@@ -114,6 +118,7 @@ class Recorder(Frame):
                 if step.segment is not None:
                     step.segment.reset()
             self.steps.clear()
+            self._held.clear()
             # After a failure memory is to be where it was; after a reset the pool keeps it for the next capture.
             self._pool.backend.release()
 
@@ -187,13 +192,21 @@ class Recorder(Frame):
         kept = bound
         if containers > _OWN_CONTAINERS:
             kept = BoundCall(snapshot(bound.args), snapshot(bound.kwargs), places=bound.places)
+        borrow = partial(self._borrow, where=where)
+        borrowed = BoundCall(
+            [map_leaves(value, borrow, stop=is_changeable_object) for value in kept.args],
+            {name: map_leaves(value, borrow, stop=is_changeable_object) for name, value in kept.kwargs.items()},
+            places=kept.places,
+        )
         _forget_casts()
         backend.begin_break()
         result = function(*bound.args, **bound.kwargs)
         join = backend.end_break()
         if kept is not bound:
-            _refuse_changed_containers(kept, bound, where=where)
-        live_tensors = {id(bound[parameter]) for parameter in spec.live}
+            _refuse_changed_containers(kept, bound, where=where, live=spec.live)
+        live_values = [bound[parameter] for parameter in spec.live]
+        live_leaves = flatten(live_values, stop=is_changeable_object)[0] if live_values else ()
+        live_tensors = {id(leaf) for _, leaf in live_leaves}
         # At a replay no frame of the model is on the stack, so messages of the contract carry the line of the call.
         contract, model_value = learn(
             result,
@@ -203,14 +216,6 @@ class Recorder(Frame):
             arguments=[tensor for tensor in tensors if id(tensor) not in live_tensors],
             arena=self._pool.arena,
             borrow=backend.borrow,
-        )
-        borrowed = BoundCall(
-            [map_leaves(value, lambda _, leaf: borrow_arguments(leaf, backend.borrow)) for value in kept.args],
-            {
-                name: map_leaves(value, lambda _, leaf: borrow_arguments(leaf, backend.borrow))
-                for name, value in kept.kwargs.items()
-            },
-            places=kept.places,
         )
         break_call = BreakCall(
             spec,
@@ -236,13 +241,36 @@ class Recorder(Frame):
             if name not in live:
                 self.context.live = {**live, name: value}
                 live = self.context.live
-            elif live[name] is not value:
+            elif not _is_same_live(live[name], value):
                 raise LiveDataError(
                     f"{where} binds another {type(value).__name__} to live data '{name}' than the capture has.",
                     why="A replay rebinds one object to that name, so two different things would become one.",
                     fix="Give the second its own name: live={'"
                     + parameter
                     + "': 'other_name'}; or pass the same object.",
+                )
+
+    def _borrow(self, path: str, value: Any, *, where: str) -> Any:
+        """What a replay hands over for a leaf: of a tensor made in this capture, an object of our own."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        borrowed = self._pool.backend.borrow(value)
+        if borrowed is not value or not value.numel() or not storage_address(value):
+            return borrowed
+        if self._pool.arena.holds(value):
+            return value.detach()
+        self._held.append((value, _layout(value), where))
+        return value
+
+    def _refuse_reshaped(self) -> None:
+        """A tensor that a break holds must look at a replay as it did when the break received it."""
+        for tensor, layout, where in self._held:
+            if _layout(tensor) != layout:
+                raise CaptureError(
+                    f"{where} received a tensor of shape {tuple(layout[1])} that then got another shape, other strides or other "
+                    f"memory in place: it is {tuple(tensor.shape)} now.",
+                    why="The break holds this very tensor, so a replay would hand it over as it is at the end of the capture.",
+                    fix="Make a view instead of changing it in place: y = x.t(), not x.t_().",
                 )
 
     def _refuse_grad(self, tensors: list[torch.Tensor], *, where: str) -> None:
@@ -303,10 +331,10 @@ _OWN_CONTAINERS = 3  # the pair of args and kwargs, the list, the dict
 def _argument_leaves(bound: BoundCall, *, where: str) -> tuple[list[tuple[str, Any]], int]:
     """Leaves of all arguments, and the count of containers around them."""
     try:
-        leaves, nodes = flatten((bound.args, bound.kwargs))
+        leaves, nodes = flatten((bound.args, bound.kwargs), stop=is_changeable_object)
     except RecursionError:
         raise CaptureError(
-            f"{where} received an argument that contains itself.",
+            f"{where} received an argument that contains itself, or is nested a thousand levels deep.",
             why="Its tensors are looked up at capture, and there would be no end to it.",
             fix="Pass what the break needs, or keep the object on `self`.",
         ) from None
@@ -321,8 +349,29 @@ def _iterator_refused(leaf: object, *, where: str) -> CaptureError:
     )
 
 
-def _refuse_changed_containers(kept: BoundCall, bound: BoundCall, *, where: str) -> None:
-    if not (same_containers(kept.args, bound.args) and same_containers(kept.kwargs, bound.kwargs)):
+_Layout = tuple[int, torch.Size, tuple[int, ...]]
+
+
+def _layout(tensor: torch.Tensor) -> _Layout:
+    """Where a tensor lies and how."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+_BY_VALUE = (int, float, complex, str, bytes, bool)
+
+
+def _is_same_live(one: Any, other: Any) -> bool:
+    """The same object; of numbers and strings the same value, since whether they are one object is Python's matter."""
+    return one is other or (type(one) is type(other) and isinstance(one, _BY_VALUE) and one == other)
+
+
+def _refuse_changed_containers(kept: BoundCall, bound: BoundCall, *, where: str, live: Mapping[str, str]) -> None:
+    """Live data may be changed: each replay brings its own."""
+    places = {bound.places[parameter] for parameter in live}
+    same = all(same_containers(kept.args[i], bound.args[i]) for i in range(len(kept.args)) if i not in places)
+    if not same or not all(
+        same_containers(value, bound.kwargs[name]) for name, value in kept.kwargs.items() if name not in places
+    ):
         raise CaptureError(
             f"{where} changed a list or dict that it received.",
             why="The model's code that reads the container is not run at a replay, and the next replay would start from the "

@@ -222,8 +222,3 @@ class Step:
     bind: Callable[[], Callable[[], Any]]
     segment: Segment | None = None
     call: BreakCall | None = None
-
-
-def borrow_arguments(value: Any, borrow: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`borrow(tensor)` for a tensor, anything else unchanged: a leaf function for `map_leaves`."""
-    return borrow(value) if isinstance(value, torch.Tensor) else value

@@ -84,8 +84,10 @@ class _Hooks:
             if self._users > 1:
                 return
             stream, event = torch.cuda.Stream, torch.cuda.Event
-            self._replace(stream, "wait_stream", _around(stream.wait_stream, lambda w, s, o: w.on_wait_stream(s, o)))
-            self._replace(stream, "wait_event", _around(stream.wait_event, lambda w, s, e: w.on_wait_event(s, e)))
+            waits = _around(stream.wait_stream, lambda w, s, other: w.on_wait_stream(s, other), parameter="stream")
+            waits_event = _around(stream.wait_event, lambda w, s, e: w.on_wait_event(s, e), parameter="event")
+            self._replace(stream, "wait_stream", waits)
+            self._replace(stream, "wait_event", waits_event)
             self._replace(event, "record", _around_event(event.record, lambda w, e, s: w.on_record(e, s)))
             self._replace(event, "wait", _around_event(event.wait, lambda w, e, s: w.on_wait_event(s, e)))
             self._replace(stream, "__enter__", _entering(stream.__enter__))
@@ -120,13 +122,18 @@ def _outermost() -> Watcher | None:
     return None if watcher is None or _thread.depth else watcher
 
 
-def _around(original: Callable[..., Any], tell: Callable[[Watcher, Any, Any], bool]) -> Callable[..., Any]:
-    def hook(self: Any, other: Any) -> Any:
+def _around(
+    original: Callable[..., Any], tell: Callable[[Watcher, Any, Any], bool], *, parameter: str
+) -> Callable[..., Any]:
+    """A hook on a method with one argument, which may be given by name."""
+
+    def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
         watcher = _outermost()
-        if watcher is None:
-            return original(self, other)
+        given = args or tuple(value for name, value in kwargs.items() if name == parameter)
+        if watcher is None or len(given) != 1 or len(args) + len(kwargs) != 1:
+            return original(self, *args, **kwargs)  # with wrong arguments: torch says so
         with unwatched():
-            return None if tell(watcher, self, other) else original(self, other)
+            return None if tell(watcher, self, given[0]) else original(self, *args, **kwargs)
 
     return hook
 

@@ -52,6 +52,15 @@ class _Wait:
 
 
 @attrs.frozen(eq=False)
+class _Entered:
+    """A stream outside the capture that was made current in a segment, and the exception that was handled then."""
+
+    stream: torch.Stream
+    line: str
+    handled: BaseException | None
+
+
+@attrs.frozen(eq=False)
 class _Recorded:
     """Where an event was recorded last: in which segment, or outside every segment (None)."""
 
@@ -120,15 +129,13 @@ class StreamLedger(Watcher):
         self._segments = 0
         self._waits: list[_Wait] = []
         self._events: dict[int, _Recorded] = {}
-        self._entered: dict[_Key, str] = {}
+        self._entered: dict[_Key, _Entered] = {}
         self._used_by_break: dict[_Key, torch.Stream] | None = None
         self._forked_here: list[Fork] = []
-        self._handled: BaseException | None = None
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Watch this thread's streams and events."""
-        self._handled = sys.exception()
         with watched(self):
             yield
 
@@ -241,21 +248,33 @@ class StreamLedger(Watcher):
         """The current stream changes.
 
         Raises:
-            StreamJoinError: The stream that is left was used in a segment and never joined the capture.
+            StreamJoinError: The capture goes on with one of its own streams, and one that was current meanwhile never
+                joined it.
         """
         if self._segment is None:
             self._note_break_use(entered)
-            return
-        line = self._entered.pop(_key(left), None)
-        if not self._is_member(entered):
-            self._entered[_key(entered)] = user_line()
-        # On its way out of a `with` block the user's own exception comes first.
-        if line is not None and not self._is_member(left) and sys.exception() is self._handled:
-            raise StreamJoinError(
-                f"Stream {left.stream_id:#x} was made current in a segment at {line}, and left without joining the capture.",
-                why="Its work ran once, now, and no replay would run it again.",
-                fix="Fork it: side.wait_stream(torch.cuda.current_stream()) before its work; or do the work in a break.",
-            )
+        elif not self._is_member(entered):
+            self._entered.setdefault(_key(entered), _Entered(entered, user_line(), sys.exception()))
+        else:
+            self.refuse_unjoined()
+
+    def refuse_unjoined(self) -> None:
+        """Refuse streams that were made current in the segment and never joined the capture.
+
+        Raises:
+            StreamJoinError: There is one.
+        """
+        entered, self._entered = self._entered, {}
+        for stream in entered.values():
+            # On its way out of a `with` block the user's own exception comes first; one that was being handled already
+            # when the stream was entered is not on its way.
+            if not self._is_member(stream.stream) and sys.exception() is stream.handled:
+                raise StreamJoinError(
+                    f"Stream {stream.stream.stream_id:#x} was made current in a segment at {stream.line}, and left without "
+                    "joining the capture.",
+                    why="Its work ran once, now, and no replay would run it again.",
+                    fix="Fork it: side.wait_stream(torch.cuda.current_stream()) before its work; or do the work in a break.",
+                )
 
     def _note_break_use(self, stream: torch.Stream) -> None:
         if self._used_by_break is not None and (key := _key(stream)) != self._main_key:

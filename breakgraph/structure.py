@@ -16,7 +16,7 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["flatten", "map_leaves", "same_containers", "snapshot", "storage_address"]
+__all__ = ["flatten", "is_changeable_object", "map_leaves", "same_containers", "snapshot", "storage_address"]
 
 T = TypeVar("T")
 
@@ -24,11 +24,12 @@ _UNSET = object()
 _PLAIN = (torch.Tensor, int, float, bool, str, bytes, type(None))
 
 
-def flatten(value: Any) -> tuple[list[tuple[str, Any]], dict[str, type]]:
+def flatten(value: Any, *, stop: Callable[[Any], bool] | None = None) -> tuple[list[tuple[str, Any]], dict[str, type]]:
     """Flatten a value to leaves with paths, and to the type of every container by path.
 
     Args:
         value: Any value.
+        stop: Tells what is to be one leaf although it could be opened.
 
     Returns:
         The leaves as (path, leaf), such as `("[0].hidden", tensor)`, in order, and {path: container type}. A value
@@ -36,19 +37,21 @@ def flatten(value: Any) -> tuple[list[tuple[str, Any]], dict[str, type]]:
     """
     leaves: list[tuple[str, Any]] = []
     nodes: dict[str, type] = {}
-    _walk(value, path="", leaves=leaves, nodes=nodes)
+    _walk(value, path="", leaves=leaves, nodes=nodes, stop=stop)
     return leaves, nodes
 
 
-def map_leaves(value: T, function: Callable[[str, Any], Any]) -> T:
+def map_leaves(value: T, function: Callable[[str, Any], Any], *, stop: Callable[[Any], bool] | None = None) -> T:
     """A copy of `value` with every leaf replaced by `function(path, leaf)`; `value` itself where nothing changed."""
     if isinstance(value, _PLAIN):  # nearly every argument of a break: worth a microsecond each at capture
         return cast(T, function("", value))
-    return cast(T, _map(value, function, path=""))
+    return cast(T, _map(value, function, path="", stop=stop))
 
 
-def _walk(value: Any, *, path: str, leaves: list[tuple[str, Any]], nodes: dict[str, type]) -> None:
-    children = _children(value)
+def _walk(
+    value: Any, *, path: str, leaves: list[tuple[str, Any]], nodes: dict[str, type], stop: Callable[[Any], bool] | None
+) -> None:
+    children = None if stop is not None and stop(value) else _children(value)
     if children is None:
         leaves.append((path, value))
         return
@@ -57,14 +60,14 @@ def _walk(value: Any, *, path: str, leaves: list[tuple[str, Any]], nodes: dict[s
         if isinstance(child, _PLAIN):
             leaves.append((path + key, child))
         else:
-            _walk(child, path=path + key, leaves=leaves, nodes=nodes)
+            _walk(child, path=path + key, leaves=leaves, nodes=nodes, stop=stop)
 
 
-def _map(value: Any, function: Callable[[str, Any], Any], *, path: str) -> Any:
-    children = _children(value)
+def _map(value: Any, function: Callable[[str, Any], Any], *, path: str, stop: Callable[[Any], bool] | None) -> Any:
+    children = None if stop is not None and stop(value) else _children(value)
     if children is None:
         return function(path, value)
-    new = [(key, child, _map(child, function, path=path + key)) for key, child in children]
+    new = [(key, child, _map(child, function, path=path + key, stop=stop)) for key, child in children]
     if all(child is mapped for _, child, mapped in new):
         return value
     return _rebuilt(value, [mapped for _, _, mapped in new], keys=[key for key, _ in children])
@@ -137,24 +140,40 @@ def _keys(value: Any, count: int) -> list[str]:
 
 
 def snapshot(value: Any) -> Any:
-    """Copies of all lists, dicts and tuples of a nesting; leaves and other objects are the same objects."""
-    kind = type(value)
-    if kind is list or kind is tuple:
-        return kind(snapshot(child) for child in value)
-    if kind is dict:
-        return {key: snapshot(child) for key, child in value.items()}
-    return kind._make(snapshot(child) for child in value) if _is_named_tuple(value) else value
+    """Copies of all containers of a nesting; leaves and objects with an identity are the same objects.
+
+    An object with an identity is anything that its class lets others change: an attrs class or dataclass that is not
+    frozen is passed as it is, like an object of any other class.
+    """
+    if isinstance(value, _PLAIN) or is_changeable_object(value):
+        return value
+    children = _children(value)
+    if children is None:
+        return value
+    return _rebuilt(value, [snapshot(child) for _, child in children], keys=[key for key, _ in children])
 
 
 def same_containers(value: Any, other: Any) -> bool:
-    """True where two nestings of lists, dicts and tuples hold the very same leaves."""
-    if type(value) is not type(other):
+    """True where two nestings hold the very same leaves, in containers of the same kind."""
+    if value is other:
+        return True
+    if type(value) is not type(other) or is_changeable_object(value):
         return False
-    if isinstance(value, list | tuple):
-        return len(value) == len(other) and all(map(same_containers, value, other))
-    if type(value) is dict:
-        return value.keys() == other.keys() and all(same_containers(value[key], other[key]) for key in value)
-    return value is other
+    mine, theirs = _children(value), _children(other)
+    if mine is None or theirs is None or len(mine) != len(theirs):
+        return False
+    return all(
+        key == key_there and same_containers(child, child_there)
+        for (key, child), (key_there, child_there) in zip(mine, theirs, strict=True)
+    )
+
+
+def is_changeable_object(value: Any) -> bool:
+    """True for an object of an attrs class or dataclass that is not frozen: it has an identity, and is not a value."""
+    kind = type(value)
+    if attrs.has(kind):
+        return getattr(kind.__setattr__, "__name__", "") != "_frozen_setattrs"
+    return dataclasses.is_dataclass(kind) and not kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
 
 
 def storage_address(tensor: torch.Tensor) -> int:

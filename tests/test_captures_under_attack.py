@@ -489,8 +489,11 @@ def test_an_argument_that_contains_itself_is_refused() -> None:
     marked = eager_on_graph(lambda x, n: x * 2)
     check(lambda x: marked(x + 1, node) + 1)
     node.next = node
+    check(lambda x: marked(x + 1, node) + 1)  # an object with an identity is passed as it is
+    endless: list[Any] = []
+    endless.append(endless)
     with pytest.raises(CaptureError, match="contains itself"):
-        capture(lambda x: marked(x + 1, node) + 1, torch.ones(4))
+        capture(lambda x: marked(x + 1, endless) + 1, torch.ones(4))
 
 
 def test_bridges_keep_the_strides_of_their_source() -> None:

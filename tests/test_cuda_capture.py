@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from breakgraph import BreakableCUDAGraph, BreakableCUDAGraphCapture, GraphPool, eager_on_graph
+from breakgraph.errors import CaptureIllegalError
 from breakgraph.testing import assert_same_bits
 from tests.test_programs import STEPS
 
@@ -119,6 +121,59 @@ def test_a_sync_inside_a_segment_leaves_everything_usable() -> None:
         before.replay()
         assert_same_bits(out, expected=host_scale(x + 1))
         assert_same_bits(kept, expected=x * 2)
+
+
+def test_a_sync_whose_error_is_swallowed_fails_the_capture() -> None:
+    """FAULT-E2: the driver does not forget; the end of the segment says so with its line, and the pool goes on."""
+    pool, graph = GraphPool(), BreakableCUDAGraph()
+    x = torch.ones(4, device="cuda")
+    for with_break in (False, True):
+        with (
+            pytest.raises(CaptureIllegalError, match=r"had been invalidated") as caught,
+            BreakableCUDAGraphCapture(graph, pool=pool),
+        ):
+            y = x + 1
+            with contextlib.suppress(RuntimeError):
+                y.sum().item()
+            if with_break:
+                host_scale(y)
+        assert "test_cuda_capture.py" in str(caught.value)
+        with BreakableCUDAGraphCapture(graph, pool=pool):
+            out = host_scale(x + 1) + torch.rand(4, device="cuda") * 0
+        graph.replay()
+        assert_same_bits(out, expected=host_scale(x + 1))
+        graph.reset()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two CUDA devices")
+def test_a_graph_of_another_device_than_the_current_one() -> None:
+    """A graph on cuda:1 is captured and replayed while cuda:0 is current, breaks run with its device current."""
+    device = torch.device("cuda", 1)
+    seen = []
+
+    @eager_on_graph
+    def scale(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.cuda.current_device())
+        return x * float(torch.tanh(x.abs().max()).item())
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return scale(x @ x) @ x
+
+    x = torch.randn(256, 256, device=device)
+    pool, graph = GraphPool(device=device), BreakableCUDAGraph()
+    with torch.no_grad():
+        with pool.on_capture_stream():
+            forward(x)
+        with BreakableCUDAGraphCapture(graph, pool=pool):
+            out = forward(x)
+        for _ in range(20):
+            x.normal_()
+            graph.replay()
+            got = out.clone()
+            assert torch.cuda.current_device() == 0
+            assert_same_bits(got, expected=forward(x))
+    assert seen[1] == 1
+    assert seen[2::2] == [1] * 20  # at replays; the eager calls between run with the caller's device
 
 
 def test_break_inputs_do_not_keep_the_pool() -> None:

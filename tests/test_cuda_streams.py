@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from breakgraph import BreakableCUDAGraph, BreakableCUDAGraphCapture, GraphPool, eager_on_graph
+from breakgraph import BreakableCUDAGraph, BreakableCUDAGraphCapture, GraphPool, break_graph, eager_on_graph
 from breakgraph.errors import StreamJoinError
 from breakgraph.testing import assert_same_bits
 
@@ -447,3 +448,118 @@ def test_two_hundred_random_programs_with_side_streams() -> None:
                 graph.replay()
                 assert_same_bits(out, expected=expected, what=f"program {seed}, replay {round_}")
         graph.reset()
+
+
+def test_arguments_by_name_are_understood() -> None:
+    """The hooked methods take what torch's take: `stream=` and `event=` by name, in threads without a capture as well."""
+    side, other = torch.cuda.Stream(), torch.cuda.Stream()
+    event = torch.cuda.Event()
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        main = torch.cuda.current_stream()
+        y = x + 1
+        side.wait_stream(stream=main)
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(CYCLES)
+            z = y * 2
+            event.record(stream=side)
+        main.wait_event(event=event)
+        return z + y
+
+    check(forward)
+    with torch.no_grad(), BreakableCUDAGraphCapture(BreakableCUDAGraph()):
+        torch.ones(2, device="cuda") + 1
+        thread = threading.Thread(target=lambda: other.wait_stream(stream=side))
+        thread.start()
+        thread.join()
+        with pytest.raises(TypeError):
+            side.wait_stream(steam=other)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("split", ["break", "break_graph"])
+def test_a_break_while_a_side_stream_is_current(split: str) -> None:
+    """FAULT-O1: the segment ends where it began; the break runs on the capture stream, the model goes on with its own."""
+    side = torch.cuda.Stream()
+    seen: list[bool] = []
+
+    @eager_on_graph
+    def scale(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.cuda.current_stream() == side)
+        return x * float(torch.tanh(x.abs().max()).item())
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        main = torch.cuda.current_stream()
+        y = x + 1
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(CYCLES)
+            z = y * 2
+            if split == "break":
+                z = scale(z)
+            else:
+                break_graph()
+            assert torch.cuda.current_stream() == side
+            torch.cuda._sleep(CYCLES)
+            z = z + 1
+        main.wait_stream(side)
+        return z + y
+
+    graph = check(forward)
+    assert len(graph.segments) == 2
+    if split == "break":
+        assert seen.count(True) == 21  # eager steps run it on the model's stream; the capture and replays do not
+
+
+def test_a_break_on_a_stream_outside_the_capture_is_refused() -> None:
+    """FAULT-O6: a segment that ends while a stream that never joined is current is refused with the line of the stream."""
+    side = torch.cuda.Stream()
+    pool, graph = GraphPool(), BreakableCUDAGraph()
+    x = torch.ones(ROWS, ROWS, device="cuda")
+    caller = torch.cuda.current_stream()
+    with (
+        torch.no_grad(),
+        pytest.raises(StreamJoinError, match=r"made current in a segment at .*test_cuda_streams.py:\d+"),
+        BreakableCUDAGraphCapture(graph, pool=pool),
+        torch.cuda.stream(side),
+    ):
+        host_scale(x)
+    assert torch.cuda.current_stream() == caller
+    with torch.no_grad(), BreakableCUDAGraphCapture(graph, pool=pool):
+        out = host_scale(x * 2)
+    graph.replay()
+    assert_same_bits(out, expected=host_scale(x * 2))
+
+
+def test_an_unjoined_stream_is_refused_while_an_exception_is_handled() -> None:
+    """FAULT-O6: inside an `except` block nothing is on its way out, so the refusal stands."""
+    side = torch.cuda.Stream()
+    x = torch.ones(ROWS, ROWS, device="cuda")
+    with torch.no_grad(), pytest.raises(StreamJoinError), BreakableCUDAGraphCapture(BreakableCUDAGraph()):
+        y = x + 1
+        try:
+            raise KeyError("handled")
+        except KeyError:
+            with torch.cuda.stream(side):
+                y = y * 2
+
+
+def test_nested_streams_may_join_before_they_are_left() -> None:
+    """A stream entered inside another is judged when the capture's own stream is current again."""
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        main = torch.cuda.current_stream()
+        y = x + 1
+        with torch.cuda.stream(first):
+            with torch.cuda.stream(second):
+                second.wait_stream(main)
+                first.wait_stream(main)
+                torch.cuda._sleep(CYCLES)
+                z = y * 2
+            first.wait_stream(second)
+            torch.cuda._sleep(CYCLES)
+            z = z + 1
+        main.wait_stream(first)
+        return host_scale(z) + y
+
+    check(forward)

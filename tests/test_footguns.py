@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -32,8 +34,8 @@ def test_a_returned_tensor_that_was_not_an_argument_is_a_copy() -> None:
     assert buffer.tolist() == [20.0] * 4
 
 
-def test_results_of_a_graph_end_with_the_next_capture_of_its_pool() -> None:
-    """Bridges of a pool are shared: what one graph's break returned is overwritten by the capture of the next."""
+def test_results_of_a_graph_end_with_the_next_replay_of_its_pool() -> None:
+    """The next replay overwrites a result; a capture leaves alone what is still held."""
     pool = GraphPool(backend="emulated")
 
     @eager_on_graph
@@ -44,12 +46,41 @@ def test_results_of_a_graph_end_with_the_next_capture_of_its_pool() -> None:
     first, second = BreakableCUDAGraph(), BreakableCUDAGraph()
     with BreakableCUDAGraphCapture(first, pool=pool):
         bridge = double(x + 1)
-        kept = bridge.clone()
     with BreakableCUDAGraphCapture(second, pool=pool):
         double(x * 10) + 0
-    assert bridge.tolist() == [20.0] * 4
+    assert bridge.tolist() == [4.0] * 4
+    x.fill_(2)
     first.replay()
-    assert bridge.tolist() == kept.tolist() == [4.0] * 4
+    assert bridge.tolist() == [6.0] * 4
+
+
+def test_a_changeable_object_is_handed_over_as_it_is() -> None:
+    """A replay sees the fields of a changeable object as they are then, and of a frozen one as they were at the call."""
+
+    @dataclasses.dataclass
+    class Changeable:
+        scale: float
+
+    @dataclasses.dataclass(frozen=True)
+    class Frozen:
+        parts: list[float]
+
+    @eager_on_graph
+    def scaled(x: torch.Tensor, by: Any) -> torch.Tensor:
+        return x * (by.scale if isinstance(by, Changeable) else sum(by.parts))
+
+    changeable, frozen = Changeable(3.0), Frozen([1.0, 2.0])
+    graph = BreakableCUDAGraph()
+    with BreakableCUDAGraphCapture(graph, backend="emulated"):
+        ones = torch.ones(2)
+        first, second = scaled(ones, changeable), scaled(ones, frozen)
+        out = first * second
+        frozen.parts.append(7.0)
+    graph.replay()
+    assert out.tolist() == [9.0] * 2
+    changeable.scale = 5.0
+    graph.replay()
+    assert out.tolist() == [15.0] * 2
 
 
 def test_context_managers_of_the_model_are_not_in_force_in_replayed_breaks() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -93,6 +94,10 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def release(self) -> None:
         """Give the pool's memory back where no segment lives in it any more; called after segments were reset."""
+
+    @abc.abstractmethod
+    def elsewhere(self) -> AbstractContextManager[Any] | None:
+        """What a replay must enter where the caller's current device is another one; None where it is not."""
 
     @abc.abstractmethod
     def replaying(self) -> None:

@@ -8,142 +8,26 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
 from breakgraph.aliases import borrowed_view
 from breakgraph.backends.base import Backend, Segment
 from breakgraph.backends.cuda_capture import (
-    bound_launch,
     captures_with,
-    error_name,
     join_leaves,
     pool_handle_kept,
 )
 from breakgraph.backends.cuda_pool import CudaPool
-from breakgraph.errors import InternalError
-from breakgraph.streams import Boundary, StreamLedger
+from breakgraph.backends.cuda_segment import BoundarySegment, CudaSegment
+from breakgraph.call_site import user_line
+from breakgraph.errors import CaptureIllegalError, InternalError
+from breakgraph.stream_hooks import unwatched
+from breakgraph.streams import StreamLedger
 
-__all__ = ["CudaBackend", "CudaSegment"]
-
-
-class CudaSegment(Segment):
-    """One instantiated CUDA graph, and what must be done for real around it.
-
-    Args:
-        graph: Captured with `keep_graph=True` and instantiated.
-        nodes: Count of its nodes.
-        backend: Whose pool it lives in.
-        boundary: Waits before it, events behind it.
-        draws_random_numbers: Its launches must advance the generators, which only `CUDAGraph.replay()` does.
-        instantiate_seconds: Host time of its instantiation.
-    """
-
-    def __init__(
-        self,
-        graph: torch.cuda.CUDAGraph,
-        *,
-        nodes: int,
-        backend: CudaBackend,
-        boundary: Boundary,
-        draws_random_numbers: bool,
-        instantiate_seconds: float,
-    ) -> None:
-        self.graph = graph
-        self.boundary = boundary
-        self.draws_random_numbers = draws_random_numbers
-        self._nodes = nodes
-        self._instantiate_seconds = instantiate_seconds
-        self._backend = backend
-        backend.live_segments.add(self)
-
-    def bound(self) -> Callable[[], tuple[int] | None]:
-        """Launches raw, or through torch where random numbers are drawn. Host cost on an H200: 2-3 us."""
-        launch: Callable[[], tuple[int] | None] = self.graph.replay
-        if not self.draws_random_numbers:
-            launch = bound_launch(self.graph.raw_cuda_graph_exec(), stream=self._backend.replay_stream)
-        boundary, backend = self.boundary, self._backend
-        if not boundary.waits and not boundary.events:
-            return launch
-
-        def between() -> None:
-            stream = torch.cuda.current_stream(backend.device)
-            boundary.before(stream)
-            status = launch()
-            if status is not None and status[0]:
-                raise RuntimeError(f"cudaGraphLaunch failed: {error_name(status[0])}")
-            boundary.behind(stream)
-
-        return between
-
-    def reset(self) -> None:
-        """Destroy the graph and give its share of the pool back to the pool."""
-        self.graph.reset()
-        self._backend.live_segments.discard(self)
-
-    def describe(self) -> str:
-        """The count of graph nodes."""
-        return f"{self._nodes} nodes{', random' if self.draws_random_numbers else ''}"
-
-    @property
-    def size(self) -> int:
-        """The count of graph nodes."""
-        return self._nodes
-
-    @property
-    def instantiate_seconds(self) -> float:
-        """Host time of its instantiation."""
-        return self._instantiate_seconds
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Forks, joins, waits and events, each with its line."""
-        return self.boundary.notes
-
-
-class BoundarySegment(Segment):
-    """A segment without work of its own whose waits and events must happen all the same.
-
-    Args:
-        boundary: They.
-        device: Device of the replay's stream.
-    """
-
-    def __init__(self, boundary: Boundary, *, device: torch.device) -> None:
-        self.boundary = boundary
-        self._device = device
-
-    def bound(self) -> Callable[[], None]:
-        """Waits and records on the current stream."""
-
-        def run() -> None:
-            stream = torch.cuda.current_stream(self._device)
-            self.boundary.before(stream)
-            self.boundary.behind(stream)
-
-        return run
-
-    def reset(self) -> None:
-        """Nothing is held."""
-
-    def describe(self) -> str:
-        """That there is no work."""
-        return "no work"
-
-    @property
-    def size(self) -> int:
-        """None."""
-        return 0
-
-    @property
-    def instantiate_seconds(self) -> float:
-        """None."""
-        return 0.0
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Waits and events, each with its line."""
-        return self.boundary.notes
+__all__ = ["CudaBackend"]
 
 
 class CudaBackend(Backend):
@@ -171,6 +55,7 @@ class CudaBackend(Backend):
         self._current: torch.cuda.CUDAGraph | None = None
         self._ledger = StreamLedger(self.stream, captures=self._captures)
         self._generators: tuple[torch.Generator, ...] = ()
+        self._model_stream: torch.cuda.Stream | None = None
 
     @contextlib.contextmanager
     def on_capture_stream(self) -> Iterator[None]:
@@ -203,6 +88,8 @@ class CudaBackend(Backend):
     def begin(self) -> None:
         """Begin a segment: the stream is captured and allocations of this thread go to the pool."""
         self.pool.grows()
+        with unwatched():  # what a break has left current, the model goes on with
+            self._model_stream = self._leave_side_stream() or self._model_stream
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         for generator in self._generators[1:]:
             graph.register_generator_state(generator)
@@ -211,12 +98,18 @@ class CudaBackend(Backend):
             graph.capture_begin(pool=self.pool.handle, capture_error_mode="thread_local")
         self._current = graph
         self._ledger.begin_segment()
+        if self._model_stream is not None:
+            with unwatched():
+                torch.cuda.set_stream(self._model_stream)
 
     def end(self) -> Segment | None:
         """Join the forks, end the segment, and launch it once, since a capture runs nothing."""
         graph = self._current
         if graph is None:
             raise InternalError("A segment ended that had not begun.")
+        with unwatched():
+            self._model_stream = self._leave_side_stream()
+        self._ledger.refuse_unjoined()
         self._ledger.join_forks()
         unseen, nodes = join_leaves(self.stream.cuda_stream)
         self._current = None
@@ -225,9 +118,15 @@ class CudaBackend(Backend):
                 graph.capture_end()
             else:
                 _end_quietly(graph)
-        except Exception:
+        except Exception as error:
             self.pool.abandon()
-            raise
+            raise CaptureIllegalError(
+                f"A segment that ends at {user_line()} had been invalidated: {_first_line(error)}",
+                why="Something in it cannot be captured, such as a host read or a synchronisation, and the error that it raised "
+                "there was swallowed.",
+                fix="Let errors inside a capture through: the first one names its line. Mark the function that does it with "
+                "@eager_on_graph.",
+            ) from error
         boundary = self._ledger.boundary(unseen=unseen)
         if not nodes:
             graph.reset()
@@ -301,6 +200,22 @@ class CudaBackend(Backend):
         if not self.live_segments:
             self.pool.give_up()
 
+    def _leave_side_stream(self) -> torch.cuda.Stream | None:
+        """Make the capture stream current, and return the other one that was, for the model to go on with.
+
+        A segment ends on the stream that it began on, and a break runs on the capture stream, as it does at a replay.
+        """
+        current = torch.cuda.current_stream(self.device)
+        if current.cuda_stream == self.stream.cuda_stream:
+            return None
+        torch.cuda.set_stream(self.stream)
+        return current
+
+    def elsewhere(self) -> AbstractContextManager[Any] | None:
+        """A context that makes the device current, where another one is."""
+        index = self.device.index
+        return None if torch._C._cuda_getDevice() == index else torch.cuda.device(index)
+
     def replaying(self) -> None:
         """Launch on the caller's current stream, after what another stream still runs of this pool."""
         # The raw handle costs a tenth of a microsecond, a Stream object three.
@@ -347,6 +262,10 @@ class CudaBackend(Backend):
         # Not `memory_reserved`: it flattens every statistic there is to return this one, 114 us.
         reserved: int = torch.cuda.memory_stats_as_nested_dict(self.device)["reserved_bytes"]["all"]["current"]
         return torch.cuda.mem_get_info(self.device)[0] + reserved
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _join(streams: tuple[torch.Stream, ...], device: torch.device) -> None:

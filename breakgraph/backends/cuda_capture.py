@@ -74,7 +74,9 @@ def join_leaves(stream: int) -> tuple[int, int]:
         How many leaves were joined, and how many nodes the graph has.
     """
     # status, id, graph, dependencies, edge data, count
-    _, _, graph, dependencies, _, _ = _checked(_capture_info(stream), call="cudaStreamGetCaptureInfo")
+    status, _, graph, dependencies, _, _ = _checked(_capture_info(stream), call="cudaStreamGetCaptureInfo")
+    if status != _CAPTURING:
+        return 0, 1  # invalidated; ending the capture says so
     _, count = _checked(cudart.cudaGraphGetNodes(graph), call="cudaGraphGetNodes")
     if not count:
         return 0, 0

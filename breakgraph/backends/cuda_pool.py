@@ -70,8 +70,10 @@ class CudaPool:
         (tried: "already recording to mempool_id"), so later captures get a new pool, and what the old one holds is
         counted as lost. A capture of one kernel into the new pool brings the generators back.
         """
-        torch.cuda.synchronize(self.device)
-        lost = self.nbytes
+        lost = 0
+        with contextlib.suppress(Exception):  # an error of the driver that sticks comes back from every call
+            torch.cuda.synchronize(self.device)
+            lost = self.nbytes
         self.lost_bytes += lost
         _LOG.warning("a capture was invalidated by the driver; torch cannot give back %d bytes of its pool", lost)
         self._renew()

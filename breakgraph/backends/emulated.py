@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from breakgraph.backends.base import Backend, Segment
-from breakgraph.backends.emulated_rules import declare_pure, illegal, tensors_in
+from breakgraph.backends.emulated_rules import declare_pure, fill_with_poison, illegal, tensors_in, written_by
 from breakgraph.call_site import user_line
 from breakgraph.errors import CaptureIllegalError
 from breakgraph.structure import storage_address
@@ -154,7 +154,7 @@ class EmulatedBackend(Backend):
         self._recording: _Recording | None = None
         self._carried: list[torch.Tensor] = []
         self._written: set[int] = set()
-        self._foreign: set[int] = set()
+        self._foreign: dict[int, weakref.ref[EmulatedSegment]] = {}
         self._segments: weakref.WeakSet[EmulatedSegment] = weakref.WeakSet()
 
     @contextlib.contextmanager
@@ -169,9 +169,12 @@ class EmulatedBackend(Backend):
         Popping them around each break was rejected: a model may have pushed modes of its own above them.
         """
         self._carried, self._written = [], set()
-        self._foreign = {address for segment in self._segments for address in segment.addresses}
-        with _uncompiled(), _RefuseSyncs(self), _RecordOperators(self):
-            yield
+        self._foreign = {address: weakref.ref(segment) for segment in self._segments for address in segment.addresses}
+        try:
+            with _uncompiled(), _RefuseSyncs(self), _RecordOperators(self):
+                yield
+        finally:
+            self._carried = []
 
     def begin(self) -> None:
         """Begin to record."""
@@ -213,6 +216,10 @@ class EmulatedBackend(Backend):
     def release(self) -> None:
         """Nothing is kept: a segment's tensors went with it."""
 
+    def elsewhere(self) -> None:
+        """There is one CPU."""
+        return
+
     def replaying(self) -> None:
         """Nothing to order on one stream."""
 
@@ -243,12 +250,7 @@ class EmulatedBackend(Backend):
         with torch.inference_mode():
             for segment in self._segments:
                 for tensor in segment.made:
-                    if tensor.is_floating_point() or tensor.is_complex():
-                        tensor.fill_(float("nan"))
-                    elif tensor.dtype is torch.bool:
-                        tensor.fill_(value=True)
-                    else:
-                        tensor.fill_(-1 if tensor.dtype.is_signed else torch.iinfo(tensor.dtype).max)
+                    fill_with_poison(tensor)
 
     def pool_bytes(self) -> int:
         """Bytes of every intermediate that recorded segments keep."""
@@ -282,6 +284,12 @@ class EmulatedBackend(Backend):
         """True while a segment is recorded."""
         return self._recording is not None
 
+    def _is_foreign(self, address: int) -> bool:
+        """True where a segment of another graph, still alive, made what lies at an address."""
+        reference = self._foreign.get(address)
+        segment = None if reference is None else reference()
+        return segment is not None and address in segment.addresses
+
     def record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator for real and note it."""
         recording = self._recording
@@ -291,7 +299,7 @@ class EmulatedBackend(Backend):
         if refusal is not None:
             self.refuse(refusal[0], why=refusal[1])
         inputs = {storage_address(t) for t in tensors_in((args, kwargs)) if t.numel()}
-        if not inputs.isdisjoint(self._foreign):
+        if self._foreign and any(self._is_foreign(address) for address in inputs):
             self.refuse(
                 f"a tensor that a segment of another graph of the pool made (in {function.name()})",
                 why="Graphs of one pool share memory: on a GPU that graph's next replay, or this one's own, may overwrite it.",
@@ -308,7 +316,7 @@ class EmulatedBackend(Backend):
             recording.made.append(tensor)
             recording.addresses.add(storage_address(tensor))
         if function._schema.is_mutable:
-            self._written.update(inputs)
+            self._written.update(storage_address(t) for t in written_by(function, args, kwargs) if t.numel())
         if function.overloadpacket in _UNINITIALISED or torch.Tag.inplace_view in function.tags:
             return result  # no kernel: memory without values, or a change of shape and strides
         if fresh or function._schema.is_mutable:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["declare_pure", "illegal", "tensors_in"]
+__all__ = ["declare_pure", "fill_with_poison", "illegal", "tensors_in", "written_by"]
 
 _aten = torch.ops.aten
 _INDEXING = (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_)
@@ -54,6 +54,11 @@ def illegal(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
         if packet is _aten._local_scalar_dense:
             return "a host read of a tensor: item(), int(), float(), bool() or `if tensor:`", ""
         return f"{packet.__name__}, whose result depends on the data,", ""
+    if packet is _aten._linalg_check_errors:
+        return (
+            "the check for errors of torch.linalg (inv, cholesky, solve)",
+            "On a GPU it waits for the device; the variants that end in _ex do not.",
+        )
     if function.namespace == "c10d":
         return f"the collective {packet.__name__}", "Its wait is Python, and a replay runs no Python."
     qualified = f"{function.namespace}::{packet.__name__}"
@@ -82,3 +87,30 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, dict):
         return [tensor for item in value.values() for tensor in tensors_in(item)]
     return []
+
+
+def written_by(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an operator writes in place, by its schema.
+
+    Args:
+        function: An overload of an operator.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
+    written: list[torch.Tensor] = []
+    for position, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written += tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
+    return written
+
+
+def fill_with_poison(tensor: torch.Tensor) -> None:
+    """Fill a tensor with NaN, -1 bits or True; a quantized one has no such value and is left alone."""
+    if tensor.is_quantized:
+        return
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(float("nan"))
+    elif tensor.dtype is torch.bool:
+        tensor.fill_(value=True)
+    else:
+        tensor.fill_(-1 if tensor.dtype.is_signed else torch.iinfo(tensor.dtype).max)
