@@ -76,6 +76,7 @@ class CudaBackend(Backend):
         """Capture stream and stream hooks for the whole capture."""
         self._generators = (torch.cuda.default_generators[self.device.index], *generators)
         self._ledger = StreamLedger(self.stream, captures=self._captures)
+        self._model_stream = None
         with self.on_capture_stream():
             try:
                 self.pool.hold()
