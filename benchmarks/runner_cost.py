@@ -3,7 +3,7 @@
     python benchmarks/runner_cost.py --out benchmarks/results/runner_cost_h200.json
 
 Random weights in bfloat16, one full bucket for each size, attention in a break a layer, planned once outside. Host time until
-the call returns, the device idle before it; device time between two events around the call. Medians, in turn.
+the call returns, the device idle before it; device time between two events around the call. Medians.
 """
 
 from __future__ import annotations
@@ -35,17 +35,24 @@ SIZES = (16, 64, 256, 1024, 4096)
 
 
 def medians(steps: dict[str, Callable[[], Any]], *, repeats: int) -> dict[str, dict[str, float]]:
-    """Host and device microseconds of each step, taken in turn so that clocks and caches treat all alike."""
+    """Host and device microseconds of each step.
+
+    Host time is taken in runs of one kind of step, as a serving loop makes them, the kinds in turn; device time behind a
+    kernel that keeps the device busy meanwhile, so that it is not the host's.
+    """
     host: dict[str, list[float]] = {name: [] for name in steps}
     device: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(repeats + 5):
+    for _ in range(3):
+        for name, step in steps.items():
+            for number in range(repeats + 5):
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                step()
+                if number >= 5:
+                    host[name].append(1e6 * (time.perf_counter() - begin))
+    for _ in range(repeats // 2):
         for name, step in steps.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            step()
-            host[name].append(1e6 * (time.perf_counter() - begin))
-            # Behind a kernel that keeps the device busy meanwhile, so that its time is not that of the host.
             torch.cuda.synchronize()
             torch.cuda._sleep(20_000_000)
             start.record()
@@ -55,8 +62,8 @@ def medians(steps: dict[str, Callable[[], Any]], *, repeats: int) -> dict[str, d
             device[name].append(1e3 * start.elapsed_time(end))
     return {
         name: {
-            "host_us": round(statistics.median(host[name][5:]), 1),
-            "device_us": round(statistics.median(device[name][5:]), 1),
+            "host_us": round(statistics.median(host[name]), 1),
+            "device_us": round(statistics.median(device[name]), 1),
         }
         for name in steps
     }
@@ -99,9 +106,12 @@ def run_shape(name: str, *, repeats: int) -> list[dict[str, Any]]:
             result = runner.launch(runner.prepare(inputs, size=tokens, live=live))
             assert result.replayed, result.detail
 
+        def half(inputs: Any = inputs, tokens: int = tokens, live: Any = live) -> None:
+            runner.prepare(inputs, size=tokens, live=live)
+
         with torch.no_grad():
             whole()  # a bare replay reads the static inputs of the last step, which must be one of this key
-            measured = medians({"bare replay": bare, "prepare and launch": whole}, repeats=repeats)
+            measured = medians({"bare replay": bare, "prepare and launch": whole, "prepare": half}, repeats=repeats)
         host, on_device = (
             measured["prepare and launch"][kind] - measured["bare replay"][kind] for kind in ("host_us", "device_us")
         )
