@@ -86,6 +86,7 @@ def run_shape(name: str, *, repeats: int) -> list[dict[str, Any]]:
     state, runner = engine.state, engine.prefill.runner
     assert not runner.dropped, runner.dropped
     rows = []
+    one = torch.zeros(1, device=device)
     for tokens in SIZES:
         blocks = list(range(1, 1 + -(-tokens // state.cache.block_size)))
         layout = BatchLayout(
@@ -106,12 +107,25 @@ def run_shape(name: str, *, repeats: int) -> list[dict[str, Any]]:
             result = runner.launch(runner.prepare(inputs, size=tokens, live=live))
             assert result.replayed, result.detail
 
+        def behind_a_kernel(bare: Any = bare) -> None:
+            one.add_(1)
+            bare()
+
         def half(inputs: Any = inputs, tokens: int = tokens, live: Any = live) -> None:
             runner.prepare(inputs, size=tokens, live=live)
 
         with torch.no_grad():
             whole()  # a bare replay reads the static inputs of the last step, which must be one of this key
-            measured = medians({"bare replay": bare, "prepare and launch": whole, "prepare": half}, repeats=repeats)
+            measured = medians(
+                {
+                    "bare replay": bare,
+                    "prepare and launch": whole,
+                    "prepare": half,
+                    "one small kernel": lambda: one.add_(1),
+                    "one small kernel and the bare replay": behind_a_kernel,
+                },
+                repeats=repeats,
+            )
         host, on_device = (
             measured["prepare and launch"][kind] - measured["bare replay"][kind] for kind in ("host_us", "device_us")
         )

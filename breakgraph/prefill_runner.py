@@ -232,7 +232,11 @@ class PrefillRunner(GraphRunner[PrefillKey]):
             return
         captured = self._graphs.captured
         for extra in {key.extra for key in captured}:
-            times = {key.tokens: self._graphs.times(key) for key in captured if key.extra == extra}
+            try:
+                times = {key.tokens: self._graphs.times(key) for key in captured if key.extra == extra}
+            except Exception as error:  # a limit that was not found is no reason to serve without graphs
+                _LOG.warning("buckets were not measured against eager steps: %s: %s", type(error).__name__, error)
+                continue
             for tokens, least in least_sizes(times).items():
                 key = PrefillKey(tokens, extra)
                 self._least_size[key] = self.statistics.reports[key].least_size = least

@@ -178,6 +178,20 @@ def test_times_are_measured_and_state_is_put_back(device: torch.device) -> None:
     assert torch.equal(rig.model.cache, before)
 
 
+def test_a_measurement_that_fails_leaves_the_graphs(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+    """REQ-G5: an example that fails when buckets are timed is told in the log; every graph serves."""
+    runner = wide_runner(device, sizes=(16,), measure="always")
+
+    def fail(key: PrefillKey) -> Times:
+        raise ValueError("no more examples")
+
+    runner._graphs.times = fail  # type: ignore[method-assign]
+    with runner.capture_window():
+        runner.capture()
+    assert "ValueError: no more examples" in caplog.text
+    assert runner.run({"x": torch.ones(3, 1)}, size=3).replayed
+
+
 def test_nothing_is_measured_where_replays_are_emulated() -> None:
     """REQ-G5: by default only a CUDA device is measured: an emulated replay is no faster than eager."""
     rig = PrefillRig(torch.device("cpu"))
