@@ -186,9 +186,35 @@ def capture_cost() -> str:
     )
 
 
+def runner_cost() -> str:
+    """What a prefill runner adds to a bare replay."""
+    return _table(
+        (
+            "model",
+            "tokens",
+            "bare replay, host us",
+            "added on the host, us",
+            "of it `prepare`, us",
+            "added on the device, %",
+        ),
+        (
+            (
+                shape,
+                row["tokens"],
+                round(row["bare replay"]["host_us"]),
+                round(row["overhead_host_us"]),
+                round(row["prepare"]["host_us"]),
+                row["overhead_device_percent"],
+            )
+            for shape, rows in _read("runner_cost_h200.json")["shapes"].items()
+            for row in rows
+        ),
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
-    for function in (prefill, decode, engine, captures, summary, real_weights, replay_cost, capture_cost)
+    for function in (prefill, decode, engine, captures, summary, real_weights, replay_cost, capture_cost, runner_cost)
 }
 
 

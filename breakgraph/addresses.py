@@ -15,7 +15,7 @@ import torch
 from breakgraph.errors import MovedBufferError
 from breakgraph.verification import Path, live_leaves
 
-__all__ = ["AddressWatch"]
+__all__ = ["AddressWatch", "plain_tensors"]
 
 
 @attrs.frozen(eq=False)
@@ -141,6 +141,35 @@ class AddressWatch:
             why="The graphs read and write the old address, whatever lies there now.",
             fix="Change tensors in place (copy_), or clear() the runner and capture again in a window.",
         )
+
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+def plain_tensors(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
+    """Tensors that modules hold in plain attributes, or in lists, tuples and dicts there: neither parameters nor buffers.
+
+    A cache of the last size is such a one. It may be replaced at any step, so it cannot be watched; it can be held, so that a
+    graph that reads it by address finds there what it found at capture.
+
+    Args:
+        modules: Roots; their submodules are looked at as well.
+    """
+    found: dict[int, torch.Tensor] = {}
+    for root in modules:
+        for module in root.modules():
+            for name, value in vars(module).items():
+                if name in _TABLES:
+                    continue
+                values = (
+                    value
+                    if isinstance(value, list | tuple)
+                    else value.values()
+                    if isinstance(value, dict)
+                    else (value,)
+                )
+                found.update((id(item), item) for item in values if isinstance(item, torch.Tensor))
+    return list(found.values())
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -95,6 +95,11 @@ class BreakSpec:
                 best = max(best or (-1, 0), (len(target), axis))
         return None if best is None else best[1]
 
+    def unmatched_returns(self, paths: Sequence[str]) -> list[str]:
+        """The targets of `rows` below `return` that name none of the returned leaves."""
+        targets = [target for target in self.rows if target.startswith((_RETURN + "[", _RETURN + "."))]
+        return [t for t in targets if not any(_is_at_or_below(path, t[len(_RETURN) :]) for path in paths)]
+
     def call_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, context: ReplayContext) -> Any:
         """Call with the semantics of a replay and no graph.
 

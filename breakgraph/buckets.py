@@ -14,7 +14,7 @@ import attrs
 
 from breakgraph.errors import ConfigError
 
-__all__ = ["Buckets"]
+__all__ = ["Buckets", "checked_buckets"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -167,6 +167,21 @@ class Buckets:
         """
         index = bisect_left(self.sizes, size)
         return self.sizes[index] if index < len(self.sizes) else None
+
+
+def checked_buckets(buckets: object) -> Buckets:
+    """Refuse a plain list where a ladder is needed.
+
+    Raises:
+        ConfigError: It is no ladder.
+    """
+    if isinstance(buckets, Buckets):
+        return buckets
+    raise ConfigError(
+        f"buckets={buckets!r}; expected Buckets.",
+        why="A ladder is sorted and checked once, and may be fitted to the limits of an engine.",
+        fix="Pass Buckets.of([16, 64]), Buckets.prefill(...) or Buckets.decode(...).",
+    )
 
 
 def _fit(wanted: tuple[int, ...], *, limit: int, clamp: bool, what: str) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 
 import attrs
 
+from breakgraph.call_site import raised_at
 from breakgraph.errors import CaptureError
 from breakgraph.statistics import CapturePhase, KeyReport
 
@@ -170,4 +171,8 @@ def two_passes(
 
 def _text(error: Exception) -> str:
     notes = getattr(error, "__notes__", [])
-    return "\n".join([f"{type(error).__name__}: {error}", *notes])
+    where = raised_at(error.__traceback__)
+    lines = [f"{type(error).__name__}: {error}", *notes]
+    if not any(where in line for line in lines):
+        lines.append(f"raised at {where}")
+    return "\n".join(lines)

@@ -240,7 +240,17 @@ def learn(
         return bridge
 
     model_value = map_leaves(result, freeze)
+    _refuse_unknown_rows(spec, [leaf.path for leaf in leaves], where=where)
     return OutputContract(where=where, leaves=tuple(leaves), nodes=nodes, arena=arena), model_value
+
+
+def _refuse_unknown_rows(spec: BreakSpec, paths: list[str], *, where: str) -> None:
+    for target in spec.unmatched_returns(paths):
+        raise CaptureError(
+            f"{where} has rows={target!r}, and returned {[f'return{path}' for path in paths]}.",
+            why="The option would do nothing, so rows of an earlier step would be left in the bridge.",
+            fix="Name a leaf that is returned, or 'return' for all of them.",
+        )
 
 
 def _checked_axis(value: torch.Tensor, axis: int, *, path: str, where: str) -> int:

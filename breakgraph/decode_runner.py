@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import attrs
 import torch
 
-from breakgraph.buckets import Buckets
+from breakgraph.buckets import Buckets, checked_buckets
 from breakgraph.capture_window import ProgressReporter
 from breakgraph.errors import ConfigError
 from breakgraph.gates import Gate, Refusal
@@ -176,7 +176,7 @@ class DecodeRunner(GraphRunner[GraphKey]):
         progress: ProgressReporter | None = None,
         enabled: bool = True,
     ) -> None:
-        self.buckets = buckets
+        self.buckets = checked_buckets(buckets)
         self._beam_width = beam_width
         inputs = list(inputs)
         self._dummies = _Dummies(dummies, inputs=inputs)

@@ -302,6 +302,9 @@ class BreakableCUDAGraph:
             f"{self.name}: {stats.segments} segments, {stats.breaks} breaks, live data "
             f"{sorted(self._program.live_names) or 'none'}, padded rows {padded}, {stats.bridge_bytes} bridge bytes"
         ]
+        bound = {name for call in self.breaks for name in call.spec.live.values()}
+        if unbound := sorted(self._program.live_names - bound):
+            lines.append(f"  live data {unbound} is bound by no break: only breaks that ask current_replay() see it")
         for index, step in enumerate(self._program.steps):
             detail = "" if step.call is None else _describe_call(step.call)
             if step.segment is not None and 0 < step.segment.size < small:

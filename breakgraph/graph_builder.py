@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from breakgraph.capture import BreakableCUDAGraph, BreakableCUDAGraphCapture, GraphPool
-from breakgraph.errors import CaptureError
+from breakgraph.errors import CaptureError, ConfigError
 from breakgraph.kept_tensors import describe_kept
 from breakgraph.output_arena import OutputArena
 from breakgraph.padding_limit import Times, median_seconds
@@ -319,6 +319,12 @@ class GraphBuilder(Generic[K]):
     def _example(self, key: K) -> tuple[Example, Extent]:
         """A new example and its real sizes, checked."""
         example = self.work.example(key)
+        if not isinstance(example, Example):
+            raise ConfigError(
+                f"example({key}) returned a {type(example).__name__}; expected an Example.",
+                why="It gives the inputs and the live data of a warm-up, a capture or a proof.",
+                fix="Return Example(inputs={...}, live={...}).",
+            )
         try:
             real = self._extent(key, example.inputs)
             self.inputs.check(example.inputs, real, where=f"the example of {key}")

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import attrs
 
-from breakgraph.addresses import AddressWatch
+from breakgraph.addresses import AddressWatch, plain_tensors
 from breakgraph.capture_window import KeyWork, two_passes
 from breakgraph.errors import CaptureError
 from breakgraph.graph_builder import GraphBuilder
@@ -184,7 +184,9 @@ class GraphSet(Generic[K]):
     def _capture_one(self, target: Target[K]) -> CapturedKey[K]:
         """Capture a key, note what it took, and refuse it where that is above the budget."""
         before = self.nbytes
+        held = plain_tensors(self._policy.modules)
         captured = self.builder.capture(target)
+        captured.held = held
         executables = captured.graph.executable_bytes
         after, budget = self.nbytes + executables, self._policy.memory_budget
         report = self._report(target.key)
@@ -193,8 +195,8 @@ class GraphSet(Generic[K]):
             captured.graph.reset()
             self.builder.pool.backend.release()
             raise CaptureError(
-                f"{target.where} needs {(after - before) / _MIB:.1f} MiB, and the graphs would take {after / _MIB:.1f} MiB of "
-                f"a budget of {budget / _MIB:.1f} MiB.",
+                f"{target.where} needs {_size(after - before)}, and the graphs would take {_size(after)} of a budget of "
+                f"{_size(budget)}.",
                 why="What graphs take is missing for KV blocks and activations.",
                 fix="Raise memory_budget, or declare fewer or smaller buckets.",
             )
@@ -243,3 +245,7 @@ class GraphSet(Generic[K]):
         else:
             self.watch.check()
         return self.watch
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / _MIB:.1f} MiB" if nbytes >= 10 * _MIB else f"{nbytes} bytes"

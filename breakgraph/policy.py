@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import attrs
@@ -94,6 +94,16 @@ def _positive(policy: object, field: attrs.Attribute[int | None], value: object)
         )
 
 
+def _are_modules(policy: object, field: object, value: object) -> None:
+    items = [value] if isinstance(value, torch.nn.Module) or not isinstance(value, Iterable) else list(value)
+    if isinstance(value, torch.nn.Module) or not all(isinstance(item, torch.nn.Module) for item in items):
+        raise ConfigError(
+            f"modules={type(value).__name__}; expected a sequence of torch.nn.Module.",
+            why="Their parameters and buffers are watched for being replaced.",
+            fix="Pass modules=(model,).",
+        )
+
+
 @attrs.frozen(kw_only=True)
 class Policy:
     """How a runner decides.
@@ -112,7 +122,7 @@ class Policy:
         enabled: False: every step runs eagerly and nothing is captured.
     """
 
-    modules: Sequence[torch.nn.Module] = ()
+    modules: Sequence[torch.nn.Module] = attrs.field(default=(), validator=_are_modules)
     gates: Sequence[Gate] = ()
     override: Sequence[str] = ()
     verify: Verify = attrs.field(default=Verify.FIRST, converter=_verify)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from breakgraph.buckets import Buckets
+from breakgraph.buckets import Buckets, checked_buckets
 from breakgraph.capture_window import ProgressReporter
 from breakgraph.errors import StaticInputError
 from breakgraph.gates import Gate, Refusal
@@ -102,7 +102,7 @@ class PrefillRunner(GraphRunner[PrefillKey]):
         progress: ProgressReporter | None = None,
         enabled: bool = True,
     ) -> None:
-        self.buckets = buckets
+        self.buckets = checked_buckets(buckets)
         self._max_requests = max_requests
         self._least_size: dict[PrefillKey, int] = {}
         super().__init__(
@@ -217,7 +217,9 @@ class PrefillRunner(GraphRunner[PrefillKey]):
             )
         rounded = PrefillKey(tokens, key.extra)
         if key.tokens < self._least_size.get(rounded, 0):
-            detail = f"{self._name(rounded)} was measured to pay from {self._least_size[rounded]} tokens on"
+            least = self._least_size[rounded]
+            pays = "never to pay" if least > tokens else f"to pay from {least} tokens on"
+            detail = f"{self._name(rounded)} was measured {pays}"
             return Refusal.of(Reason.EAGER_IS_CHEAPER, detail)
         return rounded
 

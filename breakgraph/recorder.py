@@ -222,7 +222,7 @@ class Recorder(Frame):
             bound=borrowed,
             contract=contract,
             context=self.replay_context,
-            where=where,
+            where=f"{where}, called at {line}",
             modes=None if self.modes.in_force() else Modes.current(),
             join=join,
         )

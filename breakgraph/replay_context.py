@@ -210,10 +210,10 @@ def check_valid_rows(valid_rows: int | None, *, padded_rows: int | None, where: 
         return
     whole = isinstance(valid_rows, int) and not isinstance(valid_rows, bool)
     if not whole or valid_rows < 0 or (padded_rows is not None and valid_rows > padded_rows):
-        most = "" if padded_rows is None else f" and {padded_rows}, the captured rows"
+        most = "of at least 0" if padded_rows is None else f"from 0 to {padded_rows}, the captured rows"
         raise LiveDataError(
-            f"{where}: valid_rows is {valid_rows!r}; it must be an integer of at least 0{most}.",
-            why="Rows above the captured length have no place in the static buffers, so they would be lost.",
+            f"{where}: valid_rows is {valid_rows!r}; it must be an integer {most}.",
+            why="It says how many rows are real; rows above the captured length have no place in the static buffers.",
             fix="Use a graph of a larger bucket, or run this step eagerly.",
         )
 

@@ -10,6 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 import attrs
 import torch
 
+from breakgraph.errors import ConfigError
 from breakgraph.graph import BreakableCUDAGraph
 from breakgraph.output_arena import OutputViews
 from breakgraph.staging import Layout
@@ -68,7 +69,16 @@ class Work(Generic[K]):
             key: Key of the graph.
             live: Live data of the step.
         """
-        return _UNCHANGED if self.around is None else self.around(key, live)
+        if self.around is None:
+            return _UNCHANGED
+        entered = self.around(key, live)
+        if not isinstance(entered, AbstractContextManager):
+            raise ConfigError(
+                f"around({key}, live) returned a {type(entered).__name__}; expected a context manager.",
+                why="It is entered before a graph is made or replayed, and left afterwards whatever happens.",
+                fix="Decorate it with contextlib.contextmanager, or return swapped(model, name=value).",
+            )
+        return entered
 
 
 _UNCHANGED = nullcontext()
@@ -80,7 +90,10 @@ class Planned(Protocol):
     """Live data that carries what a graph has baked in: a plan, a kernel's choice, a number of pages."""
 
     def replay_signature(self) -> Hashable:
-        """Equal for two steps that may use one graph."""
+        """Equal for two steps that may use one graph: numbers, strings, or tuples of them.
+
+        `example(key)` must give live data of one signature for a key: that of the capture is the graph's.
+        """
         ...
 
 
@@ -90,7 +103,17 @@ def signatures(live: Mapping[str, Any]) -> dict[str, Hashable]:
     Args:
         live: Live data.
     """
-    return {name: value.replay_signature() for name, value in live.items() if isinstance(value, Planned)}
+    found = {name: value.replay_signature() for name, value in live.items() if isinstance(value, Planned)}
+    for name, signature in found.items():
+        try:
+            hash(signature)
+        except TypeError:
+            raise ConfigError(
+                f"replay_signature() of live data {name!r} is a {type(signature).__name__}, which is not hashable.",
+                why="It is compared with that of every step, and must compare by value.",
+                fix="Return numbers, strings, or tuples of them, the same for steps that may use one graph.",
+            ) from None
+    return found
 
 
 @attrs.frozen(eq=False)
@@ -115,6 +138,7 @@ class CapturedKey(Generic[K]):
         seen: Copies of the inputs and the live data of its capture, until it is published.
         addresses_checked: Whether a replay was preceded by the check of addresses.
         signatures: Replay signatures of the live data of its capture.
+        held: Tensors in plain attributes of the watched modules at capture: the graph may read them by address.
     """
 
     target: Target[K]
@@ -124,6 +148,7 @@ class CapturedKey(Generic[K]):
     seen: tuple[Snapshot, Snapshot] | None = None
     addresses_checked: bool = False
     signatures: Mapping[str, Hashable] = attrs.field(factory=dict)
+    held: Sequence[torch.Tensor] = ()
 
     def other_plan(self, live: Mapping[str, Any]) -> str | None:
         """How the plan of a step differs from the one that the graph holds; None where it does not.
@@ -147,16 +172,24 @@ def swapped(target: Any, **attributes: Any) -> Iterator[None]:
 
     Args:
         target: The object.
-        **attributes: Name -> value. An attribute that the object itself did not have is deleted again.
+        **attributes: Name -> value. One that only the object's class has is taken off the object again.
 
     Yields:
         Nothing.
+
+    Raises:
+        ConfigError: The object has no such attribute.
     """
     with ExitStack() as stack:
         for name, value in attributes.items():
             found = getattr(target, name, _MISSING)
-            # What only its class has, or nobody, is no attribute of the object: it is taken off again.
-            own = found is not _MISSING and getattr(type(target), name, _MISSING) is not found
+            if found is _MISSING:
+                raise ConfigError(
+                    f"swapped() got {name!r}, which this {type(target).__name__} does not have.",
+                    why="Nothing would read it, so nothing would be swapped.",
+                    fix="Name an attribute that the forward reads.",
+                )
+            own = getattr(type(target), name, _MISSING) is not found
             undo = partial(setattr, target, name, found) if own else partial(delattr, target, name)
             setattr(target, name, value)
             stack.callback(undo)

@@ -16,7 +16,7 @@ import torch
 from breakgraph import BreakableCUDAGraph, BreakableCUDAGraphCapture, GraphPool, eager_on_graph, eager_step
 from breakgraph.call_site import raised_at, user_line
 from breakgraph.errors import CaptureError, CaptureIllegalError
-from breakgraph.testing import assert_same_bits
+from breakgraph.testing import assert_replay_matches_eager, assert_same_bits
 from tests.runner_models import Meta, PrefillRig
 
 
@@ -435,6 +435,50 @@ def test_the_same_bits_are_not_asserted_of_others(got: Any, expected: Any) -> No
     with pytest.raises(AssertionError):
         assert_same_bits(got, expected=expected)
     assert_same_bits([got], expected=[got])
+
+
+def test_a_misspelt_returned_leaf_is_refused(backend: str) -> None:
+    """rows= that names no returned leaf would do nothing; the message lists what there is."""
+
+    @eager_on_graph(rows=("x", "return.outt"))
+    def attend(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"out": x * 2}
+
+    with pytest.raises(CaptureError, match=r"rows='return.outt', and returned \[\"return\['out'\]\"\]"):
+        check(lambda x: attend(x)["out"] + 1, backend=backend)
+
+
+def test_an_exception_in_a_replayed_break_names_its_call(backend: str) -> None:
+    """FAULT-E10: no frame of the model is on the stack at a replay, so the note has the line of the call."""
+    armed: list[bool] = []
+
+    @eager_on_graph
+    def failing(x: torch.Tensor) -> torch.Tensor:
+        if armed:
+            raise KeyError("mine")
+        return x * 2
+
+    graph = check(lambda x: failing(x + 1) + 1, backend=backend)
+    armed.append(True)
+    with pytest.raises(KeyError, match="mine") as caught:
+        graph.replay()
+    assert any("called at" in note and "test_break_arguments.py" in note for note in caught.value.__notes__)
+
+
+def test_live_data_that_no_break_binds_is_told() -> None:
+    """FAULT-F5: explain() says which live data no break binds: a forgotten mark looks like that."""
+    graph = BreakableCUDAGraph()
+    with torch.no_grad(), BreakableCUDAGraphCapture(graph, backend="emulated", live={"lengths": [3]}):
+        double(torch.ones(2)) + 1
+    assert "live data ['lengths'] is bound by no break" in graph.explain()
+
+
+def test_an_example_may_draw_random_numbers(backend: str) -> None:
+    """testing.assert_replay_matches_eager calls it once a round, so replay and eager see the same numbers."""
+    device = "cuda" if backend == "cuda" else "cpu"
+    assert_replay_matches_eager(
+        lambda x: double(x + 1) * 3, example=lambda r: {"x": torch.rand(4, device=device)}, backend=backend
+    )
 
 
 def test_a_graph_serves_one_row_after_its_proof(device: torch.device) -> None:

@@ -62,7 +62,7 @@ def test_a_budget_keeps_what_fits_and_says_why_the_rest_is_gone(
     assert len(runner.graphs) + len(runner.dropped) == 10
     for key, reason in runner.dropped.items():
         assert f"prefill[{key.tokens}] needs" in reason
-        assert "of a budget of 7.0 MiB" in reason
+        assert f"of a budget of {7 * MIB} bytes" in reason
     assert runner._graphs.nbytes <= 7 * MIB
     for size in (3, 64, 73):
         result = runner.run({"x": torch.full((size, 1), 2.0)}, size=size)
@@ -273,16 +273,22 @@ def test_attributes_are_swapped_for_graphs_and_back(device: torch.device) -> Non
 
 
 def test_swapped_puts_back_what_was_there() -> None:
-    """REQ-E6: values, attributes that were not there, and slots; an attribute that cannot be set leaves the others alone."""
+    """REQ-E6: values, what only the class has, and frozen classes; a name that is not there is refused, not ignored."""
 
     class Holder:
         first = 1
 
+        def __init__(self) -> None:
+            self.second = 2
+
     holder = Holder()
-    with pytest.raises(ZeroDivisionError), swapped(holder, first=2, second=3):
-        assert (holder.first, holder.second) == (2, 3)  # type: ignore[attr-defined]
+    with pytest.raises(ZeroDivisionError), swapped(holder, first=5, second=6):
+        assert (holder.first, holder.second) == (5, 6)
         raise ZeroDivisionError
-    assert vars(holder) == {}
+    assert vars(holder) == {"second": 2}
+    with pytest.raises(ConfigError, match="'secnod'"), swapped(holder, second=3, secnod=4):
+        pass
+    assert vars(holder) == {"second": 2}
     frozen = attrs.make_class("Frozen", ["value"], frozen=True)(1)
     with pytest.raises(attrs.exceptions.FrozenInstanceError), swapped(frozen, value=2):
         pass
@@ -325,6 +331,134 @@ def test_another_plan_is_eager_with_its_reason(device: torch.device) -> None:
     assert "'meta' has replay signature 8; prefill[4] holds 7" in other.detail
     unplanned = runner.run(x, size=3, live={"meta": attrs.make_class("Plain", ["pages"])(7)})
     assert unplanned.reason is Reason.OTHER_PLAN
+
+
+def test_a_signature_is_hashable(device: torch.device) -> None:
+    """REQ-E10: a signature that cannot be compared by value drops the graph with a reason that says what to return."""
+
+    @attrs.define(eq=False)
+    class Meta:
+        pages: list[int]
+
+        def replay_signature(self) -> Any:
+            return self.pages
+
+    runner = PrefillRunner(
+        lambda x, meta: x * 2,
+        inputs=[StaticInput("x", shape=(TOKENS,), dtype=torch.float32)],
+        buckets=Buckets.of((4,)),
+        example=lambda key: Example({"x": torch.rand(key.tokens)}, {"meta": Meta([1])}),
+        device=device,
+    )
+    with runner.capture_window():
+        runner.capture()
+    assert "is a list, which is not hashable" in runner.dropped[PrefillKey(4)]
+
+
+# What a caller gets wrong.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"modules": torch.nn.Linear(2, 2)}, "modules=Linear; expected a sequence"),
+        ({"modules": ("weights",)}, "modules=tuple"),
+        ({"buckets": [8, 16]}, r"buckets=\[8, 16\]; expected Buckets"),
+    ],
+)
+def test_options_of_another_kind_are_refused_at_once(options: dict[str, Any], message: str) -> None:
+    """A module for a sequence of them, a list for a ladder: an error of the constructor, not one for each key later."""
+    given: dict[str, Any] = {
+        "inputs": [StaticInput("x", shape=(TOKENS,), dtype=torch.float32)],
+        "buckets": Buckets.of((4,)),
+        "example": lambda key: Example({"x": torch.rand(key.tokens)}),
+        "device": torch.device("cpu"),
+    }
+    with pytest.raises(ConfigError, match=message):
+        PrefillRunner(lambda x: x, **{**given, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"example": lambda key: {"x": torch.rand(key.tokens)}},
+            "example(PrefillKey(tokens=4, extra=())) returned a dict",
+        ),
+        ({"around": lambda key, live: None}, "returned a NoneType; expected a context manager"),
+        ({"around": lambda key: None}, "takes 1 positional argument but 2 were given"),
+    ],
+)
+def test_callables_that_do_not_fit_are_named(options: dict[str, Any], message: str) -> None:
+    """REQ-D5: what a callable of the caller does wrong drops the keys with the reason and its line."""
+    given: dict[str, Any] = {
+        "inputs": [StaticInput("x", shape=(TOKENS,), dtype=torch.float32)],
+        "buckets": Buckets.of((4,)),
+        "example": lambda key: Example({"x": torch.rand(key.tokens)}),
+        "device": torch.device("cpu"),
+    }
+    runner = PrefillRunner(lambda x: x, **{**given, **options})
+    with runner.capture_window():
+        runner.capture()
+    assert message in runner.dropped[PrefillKey(4)]
+
+
+def test_a_bug_in_forward_is_reported_with_its_line(device: torch.device) -> None:
+    """REQ-D5: a forward that fails in warm-up, before any capture, drops its keys with the line that raised."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.no_such_method()  # type: ignore[attr-defined, no-any-return]
+
+    runner = PrefillRunner(
+        forward,
+        inputs=[StaticInput("x", shape=(TOKENS,), dtype=torch.float32)],
+        buckets=Buckets.of((4,)),
+        example=lambda key: Example({"x": torch.rand(key.tokens)}),
+        device=device,
+    )
+    with runner.capture_window():
+        runner.capture()
+    reason = runner.dropped[PrefillKey(4)]
+    assert reason.startswith("warm-up: AttributeError")
+    assert "test_runner_limits.py" in reason
+    assert "in forward: return x.no_such_method()" in reason
+
+
+class LastTable(torch.nn.Module):
+    """Keeps the table of the last size only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: dict[str, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows plus their place."""
+        if len(self.cache.get("table", ())) != len(x):
+            self.cache["table"] = torch.arange(len(x), device=x.device, dtype=x.dtype)
+        return x + self.cache["table"]
+
+
+def test_a_table_that_an_eager_step_replaces_is_held(device: torch.device) -> None:
+    """FAULT-L5: made in warm-up, read by the graph by address, replaced by a larger eager step: the graph's own is held."""
+    model = LastTable()
+    runner = PrefillRunner(
+        model,
+        inputs=[StaticInput("x", shape=(TOKENS,), dtype=torch.float32)],
+        buckets=Buckets.of((8,)),
+        example=lambda key: Example({"x": torch.rand(key.tokens)}),
+        device=device,
+        modules=(model,),
+        measure="never",
+        verify="never",
+    )
+    with runner.capture_window():
+        runner.capture()
+    for size in (3, 20, 8, 20, 5):
+        result = runner.run({"x": torch.zeros(size)}, size=size)
+        junk = [torch.full((8,), float("nan"), device=device) for _ in range(100)]
+        assert result.replayed is (size <= 8)
+        assert result.output.tolist() == list(range(size))
+        del junk
 
 
 # What an example stands for, and where it runs.
