@@ -79,6 +79,9 @@ class CudaBackend(Backend):
         self._model_stream = None
         with self.on_capture_stream():
             try:
+                # cuBLAS cannot be initialised while a stream is captured, and its workspace for the stream must not lie in
+                # the pool: where no warm-up has made both, this does. A microsecond otherwise.
+                torch.cuda.current_blas_handle()
                 self.pool.hold()
                 with self._ledger.hooked():
                     yield
