@@ -605,7 +605,7 @@ def test_explain_lists_steps_with_their_lines(backend: str, device: torch.device
 
 
 def test_a_break_assigns_its_modules_attribute_at_every_replay(backend: str, device: torch.device) -> None:
-    """FAULT-F6: a break's side effects on Python objects happen at each replay; a segment's happened once, at capture."""
+    """FAULT-F6, REQ-H10: a break's side effects on objects happen at each replay; a segment's happened once, at capture."""
 
     class Model:
         in_segment = 0
