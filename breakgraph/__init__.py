@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from breakgraph.prefill_runner import PrefillRunner
     from breakgraph.replay_context import current_replay, eager_step
     from breakgraph.static_buffers import StaticInput
-    from breakgraph.work import swapped
+    from breakgraph.swaps import swapped
 
 __all__ = [
     "BreakableCUDAGraph",
@@ -48,7 +48,7 @@ _HOME = {
     "current_replay": "replay_context",
     "eager_on_graph": "break_function",
     "eager_step": "replay_context",
-    "swapped": "work",
+    "swapped": "swaps",
 }
 
 

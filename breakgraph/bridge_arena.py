@@ -56,6 +56,11 @@ class BridgeArena:
         self._chunk = self._offset = 0
         self._handed = [handed for handed in self._handed if handed.tensor() is not None]
 
+    def forget(self) -> None:
+        """Give the memory back, where no graph is left; bridges that somebody still holds keep theirs."""
+        self._chunks, self._handed = [], []
+        self.rewind()
+
     def take(self, like: torch.Tensor) -> torch.Tensor:
         """A buffer of the shape, dtype and strides of `like`; never an inference tensor.
 

@@ -10,7 +10,9 @@ from types import TracebackType
 
 import torch
 
-__all__ = ["raised_at", "user_line"]
+__all__ = ["UNKNOWN_LINE", "raised_at", "user_line"]
+
+UNKNOWN_LINE = "an unknown line"
 
 _PACKAGE = Path(__file__).resolve().parent
 _TORCH = Path(torch.__file__).resolve().parent
@@ -50,7 +52,7 @@ def raised_at(trace: TracebackType | None) -> str:
     Args:
         trace: Traceback of an exception.
     """
-    found = "an unknown line"
+    found = UNKNOWN_LINE
     while trace is not None:
         code = trace.tb_frame.f_code
         if not _is_ours(code.co_filename):

@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 import attrs
 
-from breakgraph.call_site import raised_at
+from breakgraph.call_site import UNKNOWN_LINE, raised_at
 from breakgraph.errors import CaptureError
 from breakgraph.statistics import CapturePhase, KeyReport
 
@@ -172,7 +172,11 @@ def two_passes(
 def _text(error: Exception) -> str:
     notes = getattr(error, "__notes__", [])
     where = raised_at(error.__traceback__)
-    lines = [f"{type(error).__name__}: {error}", *notes]
-    if not any(where in line for line in lines):
+    try:
+        said = str(error)
+    except Exception:  # an exception of the caller's that cannot even be printed
+        said = "an exception whose text could not be made"
+    lines = [f"{type(error).__name__}: {said}", *notes]
+    if where != UNKNOWN_LINE and not any(where in line for line in lines):
         lines.append(f"raised at {where}")
     return "\n".join(lines)

@@ -139,8 +139,8 @@ class DecodeRunner(GraphRunner[GraphKey]):
         hooks: Called as `hook(key, live)` after the copy-in and before each replay.
         around: Called as `around(key, live)`; the context manager it returns is entered around warm-up, capture, proof and
             every replay, not around eager steps: for what must be swapped in and, whatever happens, out again.
-        memory_budget: Most bytes of device memory that the graphs may take: a key that does not fit is dropped with its
-            reason, and smaller ones are still tried. None: no limit.
+        memory_budget: Most bytes that the graphs may take, of pool, executables and bridges: a key that does not fit is
+            dropped with its reason, and smaller ones are still tried. None: no limit.
         progress: Called after each key of each phase of a capture.
         enabled: False: every step runs eagerly and nothing is captured.
 
@@ -246,7 +246,8 @@ class DecodeRunner(GraphRunner[GraphKey]):
             )
         if isinstance(key, UnequalRequests):
             extent = Extent(key.batch_size if tokens is None else tokens, key.batch_size)
-            refusal: Refusal | None = Refusal.of(Reason.UNEQUAL_REQUESTS, key.detail)
+            unequal = Refusal.of(Reason.UNEQUAL_REQUESTS, key.detail)
+            refusal: Refusal | None = unequal if opt_out is None else Refusal.of(Reason.OPT_OUT, opt_out)
             return self._prepare(inputs, key=GraphKey(key.batch_size), extent=extent, live=live, refusal=refusal)
         refusal = None if opt_out is None else Refusal.of(Reason.OPT_OUT, opt_out)
         return self._prepare(inputs, key=key, extent=self._extent(key), live=live, refusal=refusal)
@@ -328,6 +329,9 @@ class DecodeRunner(GraphRunner[GraphKey]):
             and attrs.evolve(other, num_encoder_tokens=key.num_encoder_tokens) == rounded
         ]
         return attrs.evolve(rounded, num_encoder_tokens=min(extents)) if extents else rounded
+
+    def _too_costly(self, key: GraphKey, rounded: GraphKey) -> Refusal | None:
+        return None  # the buckets of decode are narrow
 
     def _padding(self, key: GraphKey, captured: CapturedKey[GraphKey]) -> Mapping[str, torch.Tensor] | Refusal | None:
         if self._dummies.provider is None or key.batch_size == captured.target.key.batch_size:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -13,7 +12,7 @@ import torch
 
 from breakgraph.capture import BreakableCUDAGraph, BreakableCUDAGraphCapture, GraphPool
 from breakgraph.errors import CaptureError, ConfigError
-from breakgraph.kept_tensors import describe_kept
+from breakgraph.kept_tensors import kept_since
 from breakgraph.output_arena import OutputArena
 from breakgraph.padding_limit import Times, median_seconds
 from breakgraph.replay_context import eager_step
@@ -76,8 +75,8 @@ class GraphBuilder(Generic[K]):
 
     @property
     def nbytes(self) -> int:
-        """Device memory held: pool, bridges, results, static inputs."""
-        return self.pool.backend.pool_bytes() + self.pool.arena.nbytes + self._outputs.nbytes + self.stage.arena.numel()
+        """Device memory that graphs hold: pool and bridges. Static inputs and results are sized by the largest key."""
+        return self.pool.backend.pool_bytes() + self.pool.arena.nbytes
 
     def fresh(self) -> GraphBuilder[K]:
         """Another builder for the same work, with memory and a pool of its own."""
@@ -134,19 +133,16 @@ class GraphBuilder(Generic[K]):
 
     def _refuse_kept(self, graph: BreakableCUDAGraph, *, before: set[tuple[int, int]]) -> None:
         """Refuse a graph whose segments made a tensor that is still held: results were copied out, so a model keeps it."""
-        if not set(self.pool.backend.live_blocks()) - before:
+        kept = kept_since(before, live=self.pool.backend.live_blocks)
+        if kept is None:
             return
-        gc.collect()  # a cycle in the model's code may hold what nobody needs, and collection is off in the window
-        blocks = set(self.pool.backend.live_blocks()) - before
-        if not blocks:
-            return
-        self.kept = f"{graph.name} made: {describe_kept(blocks)}"
+        self.kept = f"{graph.name} made: {kept}"
         graph.reset()
         raise CaptureError(
             f"something keeps, after the capture, what a segment of {self.kept}.",
-            why="Graphs of one pool share memory: replaying another one would overwrite them, and whoever reads them later "
+            why="Graphs of one pool share memory: replaying another one would overwrite it, and whoever reads it later "
             "would get its numbers, silently.",
-            fix="Make them before the capture (in __init__, or on the first eager call for every size), or in a break.",
+            fix="Make it before the capture (in __init__, or on the first eager call for every size), or in a break.",
         )
 
     def verify(self, captured: CapturedKey[K], *, smaller: K | None, report: KeyReport) -> str | None:
@@ -169,6 +165,10 @@ class GraphBuilder(Generic[K]):
         with self.pool.on_capture_stream(), torch.no_grad():
             part, skipped = self._smaller_example(target, smaller)
             padded = None
+            if part is not None and (other := self._other_plan(captured, part[0])) is not None:
+                part, skipped = None, f"a step of example({smaller}) would be eager: {other}"
+            if (other := self._other_plan(captured, example)) is not None:
+                return f"example({target.key}) gives live data of another replay signature than at capture: {other}"
             if part is not None:
                 padded, skipped = self._judge_padded(captured, *part)
             verdict = judge(
@@ -233,11 +233,8 @@ class GraphBuilder(Generic[K]):
             The result's real rows: views of the arena.
         """
         before = partial(self.commit, captured.target, live, staged)
-        if self.work.around is None:
+        with self.work.swapped_in(captured.target.key, live):
             captured.graph.replay(live, valid_rows=real.tokens, before=before)
-        else:
-            with self.work.swapped_in(captured.target.key, live):
-                captured.graph.replay(live, valid_rows=real.tokens, before=before)
         return captured.outputs.narrow(real)
 
     def times(self, captured: CapturedKey[K], *, runs: int = 3) -> Times:
@@ -250,14 +247,9 @@ class GraphBuilder(Generic[K]):
         Returns:
             Both times.
         """
-        key, live_rows = captured.target.key, captured.target.extent.tokens
+        key = captured.target.key
         example, real = self._example(key)
-
-        def eager() -> None:
-            self.plan(key, example.live, padded_rows=live_rows)
-            self.run_unpadded(self.inputs.ready(example.inputs, real), example.live, extent=real)
-
-        idle = self.pool.backend.synchronize
+        eager, idle = partial(self._unpadded, key, example, real), self.pool.backend.synchronize
         # On the capture stream, where the pool launched last: that is the one `synchronize` waits for.
         with self.pool.on_capture_stream(), torch.no_grad(), self._keeper.preserved():
             replay = median_seconds(partial(self._replay, captured, example, real), idle=idle, runs=runs)
@@ -277,7 +269,7 @@ class GraphBuilder(Generic[K]):
         """
         with torch.no_grad(), self.pool.used_by(f"an eager step of {captured.target.where}"):
             self.commit(captured.target, live, staged)
-            return own(captured.outputs.cut(self._eager(captured.target, live, real=real), real))
+            return own(captured.outputs.cut(self._eager(captured.target, live, real=real, around=False), real))
 
     def run_unpadded(self, inputs: Mapping[str, torch.Tensor], live: Mapping[str, Any], *, extent: Extent) -> Any:
         """Run a step eagerly on its own tensors, without padding.
@@ -342,12 +334,15 @@ class GraphBuilder(Generic[K]):
             _LOG.info("%s was verified without padding: example(%s) failed: %s", target.where, key, error)
             return None, f"example({key}) raised {type(error).__name__}: {error}"
 
+    def _other_plan(self, captured: CapturedKey[K], example: Example) -> str | None:
+        self.plan(captured.target.key, example.live, padded_rows=captured.target.extent.tokens)
+        return captured.other_plan(example.live)
+
     def _at_other_size(self, target: Target[K], key: K) -> tuple[Any, Extent] | None:
         """What forward returns for another number of tokens."""
         try:
             example, real = self._example(key)
-            self.plan(key, example.live, padded_rows=real.tokens)
-            return self.run_unpadded(self.inputs.ready(example.inputs, real), example.live, extent=real), real
+            return self._unpadded(key, example, real), real
         except Exception as error:
             if not self.inputs.has_requests:
                 return None  # as documented, then: the first axis is that of the tokens
@@ -357,6 +352,11 @@ class GraphBuilder(Generic[K]):
                 why="Results are cut to the real tokens, or to the real requests.",
                 fix="Let example() make inputs for any key, or choose a max_requests that is no bucket.",
             ) from error
+
+    def _unpadded(self, key: K, example: Example, real: Extent) -> Any:
+        self.plan(key, example.live, padded_rows=real.tokens)
+        with self.work.swapped_in(key, example.live):  # the model's own cache is not for examples
+            return self.run_unpadded(self.inputs.ready(example.inputs, real), example.live, extent=real)
 
     def _judge_padded(self, captured: CapturedKey[K], example: Example, real: Extent) -> tuple[str | None, str]:
         """What is wrong with the real rows of a padded step, and why that cannot be said."""
@@ -393,8 +393,8 @@ class GraphBuilder(Generic[K]):
         self.commit(target, example.live, self.stage.stage(example.inputs, target.layout))
         return captured.outputs.cut(self._eager(target, example.live, real=real), real)
 
-    def _eager(self, target: Target[K], live: Mapping[str, Any], *, real: Extent) -> Any:
+    def _eager(self, target: Target[K], live: Mapping[str, Any], *, real: Extent, around: bool = True) -> Any:
         """The eager twin: static buffers, padded shapes, marked functions as in a replay."""
-        swapped = self.work.swapped_in(target.key, live)
+        swapped = self.work.swapped_in(target.key, live) if around else nullcontext()
         with swapped, eager_step(live, valid_rows=real.tokens, padded_rows=target.extent.tokens):
             return self.work.forward(**self.stage.buffers(target.layout), **live)

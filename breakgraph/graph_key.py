@@ -262,16 +262,16 @@ def cached_tokens(
         limits["rotary_length"] = rotary_length
     if key.short_seq_len_mode:
         limits["short_threshold"] = 0 if short_threshold is None else short_threshold
-    low = {name: value for name, value in limits.items() if value < 1}
+    low = {name: value for name, value in limits.items() if type(value) is not int or value < 1}
     if low:
         raise ConfigError(
-            f"cached_tokens({key}) got {low}; expected 1 or more.",
+            f"cached_tokens({key}) got {low}; expected integers of 1 or more.",
             why="The example of a capture stands for the longest sequence that the graph will meet.",
             fix="Pass the limits that the engine enforces; short_threshold too, for a key with short_seq_len_mode.",
         )
-    longest = -(-max_seq_len // context_parallel)
-    for name in ("rotary_length", "short_threshold"):
-        longest = min(longest, limits.get(name, longest))
+    # Positions count through the whole sequence, so the table bounds it before ranks share it.
+    longest = -(-min(max_seq_len, limits.get("rotary_length", max_seq_len)) // context_parallel)
+    longest = min(longest, limits.get("short_threshold", longest))
     if longest < step:
         raise ConfigError(
             f"cached_tokens({key}): a step of {step} tokens does not fit into {longest}.",

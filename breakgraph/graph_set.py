@@ -177,7 +177,7 @@ class GraphSet(Generic[K]):
 
     @property
     def nbytes(self) -> int:
-        """Device memory that the graphs take: pool, executables, bridges, static inputs and results."""
+        """Device memory that the graphs take: pool, executables and bridges."""
         executables = sum(captured.graph.executable_bytes for captured in self.captured.values())
         return self.builder.nbytes + executables
 
@@ -194,6 +194,8 @@ class GraphSet(Generic[K]):
         if budget is not None and after > budget:
             captured.graph.reset()
             self.builder.pool.backend.release()
+            if not self.captured:
+                self.builder.pool.arena.forget()
             raise CaptureError(
                 f"{target.where} needs {_size(after - before)}, and the graphs would take {_size(after)} of a budget of "
                 f"{_size(budget)}.",

@@ -7,13 +7,30 @@ built table or workspace) can lie where an older graph has its temporaries: repl
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
-__all__ = ["describe_kept"]
+__all__ = ["describe_kept", "kept_since"]
 
 _MOST = 3
+
+
+def kept_since(before: set[tuple[int, int]], *, live: Callable[[], Iterable[tuple[int, int]]]) -> str | None:
+    """What lies in blocks of a pool that are held now and were not before.
+
+    Args:
+        before: The blocks that were held before.
+        live: Gives the blocks that are held now.
+
+    Returns:
+        What `describe_kept` says; None where there are none.
+    """
+    if not set(live()) - before:
+        return None
+    gc.collect()  # a cycle in the model's code may hold what nobody needs, and collection is off in the window
+    blocks = set(live()) - before
+    return describe_kept(blocks) if blocks else None
 
 
 def describe_kept(blocks: Iterable[tuple[int, int]]) -> str:

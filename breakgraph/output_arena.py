@@ -135,11 +135,6 @@ class OutputArena:
         self._measured: dict[Any, _Measured] = {}
         self._by_request: dict[Any, frozenset[str]] = {}
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return 0 if self._arena is None else self._arena.numel()
-
     def measure(
         self, key: Any, result: Any, *, extent: Extent, where: str, other: tuple[Any, Extent] | None = None
     ) -> None:

@@ -65,8 +65,8 @@ class PrefillRunner(GraphRunner[PrefillKey]):
             every replay, not around eager steps: for what must be swapped in and, whatever happens, out again.
         measure: When the real size is measured, for each bucket, below which an eager step is cheaper than a padded replay:
             "cuda" (on a CUDA device), "always", "never".
-        memory_budget: Most bytes of device memory that the graphs may take: a key that does not fit is dropped with its
-            reason, and smaller ones are still tried. None: no limit.
+        memory_budget: Most bytes that the graphs may take, of pool, executables and bridges: a key that does not fit is
+            dropped with its reason, and smaller ones are still tried. None: no limit.
         progress: Called after each key of each phase of a capture.
         enabled: False: every step runs eagerly and nothing is captured.
 
@@ -215,13 +215,14 @@ class PrefillRunner(GraphRunner[PrefillKey]):
             return Refusal.of(
                 Reason.ABOVE_LARGEST_BUCKET, f"{key.tokens} tokens; the largest bucket is {self.buckets.largest}"
             )
-        rounded = PrefillKey(tokens, key.extra)
-        if key.tokens < self._least_size.get(rounded, 0):
-            least = self._least_size[rounded]
-            pays = "never to pay" if least > tokens else f"to pay from {least} tokens on"
-            detail = f"{self._name(rounded)} was measured {pays}"
-            return Refusal.of(Reason.EAGER_IS_CHEAPER, detail)
-        return rounded
+        return PrefillKey(tokens, key.extra)
+
+    def _too_costly(self, key: PrefillKey, rounded: PrefillKey) -> Refusal | None:
+        least = self._least_size.get(rounded, 0)
+        if key.tokens >= least:
+            return None
+        pays = "never to pay" if least > rounded.tokens else f"to pay from {least} tokens on"
+        return Refusal.of(Reason.EAGER_IS_CHEAPER, f"{self._name(rounded)} was measured {pays}")
 
     def _padding(
         self, key: PrefillKey, captured: CapturedKey[PrefillKey]
@@ -230,6 +231,8 @@ class PrefillRunner(GraphRunner[PrefillKey]):
 
     def _after_capture(self) -> None:
         self._least_size.clear()
+        for report in self.statistics.reports.values():
+            report.least_size = 0
         if not self._measures():
             return
         captured = self._graphs.captured
@@ -247,6 +250,8 @@ class PrefillRunner(GraphRunner[PrefillKey]):
 
     def _measures(self) -> bool:
         measure = self._policy.measure
+        if self._policy.fallback is Fallback.ERROR:
+            return False  # what is an error must not hang on how fast a machine was
         return measure is Measure.ALWAYS or (measure is Measure.CUDA and self._inputs.device.type == "cuda")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import logging
+import threading
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
@@ -16,6 +17,7 @@ import torch
 
 from breakgraph.capture import BreakableCUDAGraph, GraphPool
 from breakgraph.capture_window import CaptureWindow
+from breakgraph.errors import ConcurrentReplayError
 from breakgraph.gates import Gates, Refusal
 from breakgraph.graph_builder import GraphBuilder
 from breakgraph.graph_set import GraphSet, KeyRules
@@ -55,6 +57,7 @@ class GraphRunner(abc.ABC, Generic[K]):
         self._gates = Gates(policy.gates, override=policy.override)
         self._window = CaptureWindow()
         self._routes: dict[K, CapturedKey[K]] = {}
+        self._launching = threading.Lock()
         self._graphs = GraphSet(
             GraphBuilder(work, inputs=self._inputs, tolerance=policy.tolerance, extent=self._extent_of_example),
             keys=keys,
@@ -94,6 +97,10 @@ class GraphRunner(abc.ABC, Generic[K]):
     @abc.abstractmethod
     def _round_up(self, key: K) -> K | Refusal:
         """The key whose graph serves a step, or why none can."""
+
+    @abc.abstractmethod
+    def _too_costly(self, key: K, rounded: K) -> Refusal | None:
+        """Why an eager step is cheaper than the graph of `rounded`; None where it is not."""
 
     @abc.abstractmethod
     def _padding(self, key: K, captured: CapturedKey[K]) -> Mapping[str, torch.Tensor] | Refusal | None:
@@ -136,6 +143,7 @@ class GraphRunner(abc.ABC, Generic[K]):
         with self._graphs.builder.generators_kept():
             self._graphs.capture()
             self._after_capture()
+        self._routes.clear()  # a step that ran meanwhile was routed without what `_after_capture` found
 
     def clear(self) -> None:
         """Give all graphs and their pool back; until the next capture every step runs eagerly. Syncs the host.
@@ -199,6 +207,9 @@ class GraphRunner(abc.ABC, Generic[K]):
             return self._prepare_eager(inputs, key=key, extent=extent, live=live, refusal=refusal)
         target = captured.target
         self._graphs.builder.plan(target.key, live, padded_rows=target.extent.tokens)
+        if (other := captured.other_plan(live)) is not None:
+            refusal = Refusal.of(Reason.OTHER_PLAN, other)
+            return self._prepare_eager(inputs, key=key, extent=extent, live=live, refusal=refusal)
         staged = self._graphs.builder.stage.stage(inputs, target.layout, dummy=padding)
         turn = None if padding is None else self._padding_turn()
         return Prepared(target.key, extent, live, None, self._graphs.builder, captured, staged, padding_turn=turn)
@@ -216,8 +227,6 @@ class GraphRunner(abc.ABC, Generic[K]):
             if isinstance(route, Refusal):
                 return route
             captured = self._routes[key] = route
-        if captured.signatures and (other := captured.other_plan(live)) is not None:
-            return Refusal.of(Reason.OTHER_PLAN, other)
         if (refusal := self._gates.after_key(key, live)) is not None:
             return refusal
         padding = self._padding(key, captured)
@@ -228,7 +237,7 @@ class GraphRunner(abc.ABC, Generic[K]):
         if isinstance(rounded, Refusal):
             return rounded
         if (captured := self._graphs.captured.get(rounded)) is not None:
-            return captured
+            return self._too_costly(key, rounded) or captured
         if rounded in self.dropped:
             return Refusal.of(Reason.DROPPED, f"{self._name(rounded)}: {self.dropped[rounded]}")
         if rounded in self._graphs.keys:
@@ -266,6 +275,18 @@ class GraphRunner(abc.ABC, Generic[K]):
             # Graphs were captured without; entering their modes in the replay would cost more.
             with torch.no_grad():
                 return self.launch(prepared, copy=copy)
+        if not self._launching.acquire(blocking=False):
+            raise ConcurrentReplayError(
+                "a step was launched while another thread launches one of the same runner.",
+                why="Both would use the same static buffers, and one would return the other's rows.",
+                fix="Launch from one thread; others may prepare, or use a runner of their own.",
+            )
+        try:
+            return self._launch(prepared, copy=copy)
+        finally:
+            self._launching.release()
+
+    def _launch(self, prepared: Prepared[K], *, copy: bool) -> Result[K]:
         builder, captured, staged = self._graphs.builder, prepared.captured, prepared.staged
         prepared.check(builder, padding_turn=self._padding_turn())
         if captured is None or staged is None:

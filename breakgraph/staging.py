@@ -10,6 +10,7 @@ its copy is still in flight.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -185,6 +186,7 @@ class InputStage:
         self._arena = torch.empty(0, dtype=torch.uint8)
         self._slots: list[_Slot] = []
         self._turn = 0
+        self._lock = threading.Lock()
         self._views: dict[Layout, tuple[torch.Tensor, ...]] = {}
         self._stream: torch.cuda.Stream | None = None
 
@@ -240,9 +242,10 @@ class InputStage:
         Returns:
             What `commit` needs. It stays good until two more steps were staged.
         """
-        slot = self._slots[self._turn]
-        self._turn = (self._turn + 1) % _SLOTS
-        ticket = slot.take()
+        with self._lock:
+            slot = self._slots[self._turn]
+            self._turn = (self._turn + 1) % _SLOTS
+            ticket = slot.take()
         on_device: list[tuple[int, torch.Tensor, torch.Tensor | None]] = []
         low, high = -1, 0
         for index, (field, view, array) in enumerate(slot.views(layout)):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import attrs
 import torch
@@ -15,9 +15,10 @@ from breakgraph.graph import BreakableCUDAGraph
 from breakgraph.output_arena import OutputViews
 from breakgraph.staging import Layout
 from breakgraph.static_buffers import Extent
+from breakgraph.swaps import LetsThrough
 from breakgraph.verification import Snapshot
 
-__all__ = ["CapturedKey", "Example", "Planned", "Target", "Work", "signatures", "swapped"]
+__all__ = ["CapturedKey", "Example", "Planned", "Target", "Work", "signatures"]
 
 K = TypeVar("K", bound=Hashable)
 
@@ -78,41 +79,51 @@ class Work(Generic[K]):
                 why="It is entered before a graph is made or replayed, and left afterwards whatever happens.",
                 fix="Decorate it with contextlib.contextmanager, or return swapped(model, name=value).",
             )
-        return entered
+        return LetsThrough(entered)
 
 
 _UNCHANGED = nullcontext()
-_MISSING = object()
 
 
-@runtime_checkable
 class Planned(Protocol):
     """Live data that carries what a graph has baked in: a plan, a kernel's choice, a number of pages."""
 
     def replay_signature(self) -> Hashable:
         """Equal for two steps that may use one graph: numbers, strings, or tuples of them.
 
-        `example(key)` must give live data of one signature for a key: that of the capture is the graph's.
+        Asked for after `plan`. `example(key)` must give live data of one signature for a key: the capture's is the graph's.
         """
         ...
+
+
+@cache
+def _is_planned(kind: Hashable) -> bool:
+    return callable(getattr(kind, "replay_signature", None))
 
 
 def signatures(live: Mapping[str, Any]) -> dict[str, Hashable]:
     """The replay signatures of a step's live data, by name.
 
     Args:
-        live: Live data.
+        live: Live data, planned.
+
+    Raises:
+        ConfigError: One cannot be compared by value.
     """
-    found = {name: value.replay_signature() for name, value in live.items() if isinstance(value, Planned)}
+    kinds = ((name, value, cast(Hashable, type(value))) for name, value in live.items())
+    found = {name: value.replay_signature() for name, value, kind in kinds if _is_planned(kind)}
     for name, signature in found.items():
         try:
             hash(signature)
-        except TypeError:
+            comparable = (signature == signature) in (True, False) and not isinstance(signature, torch.Tensor)
+        except (TypeError, RuntimeError, ValueError):
+            comparable = False
+        if not comparable:
             raise ConfigError(
-                f"replay_signature() of live data {name!r} is a {type(signature).__name__}, which is not hashable.",
-                why="It is compared with that of every step, and must compare by value.",
+                f"replay_signature() of live data {name!r} is a {type(signature).__name__}, which cannot be compared by value.",
+                why="It is compared with that of every step.",
                 fix="Return numbers, strings, or tuples of them, the same for steps that may use one graph.",
-            ) from None
+            )
     return found
 
 
@@ -156,41 +167,11 @@ class CapturedKey(Generic[K]):
         Args:
             live: Live data of the step.
         """
-        for name, held in self.signatures.items():
-            value = live.get(name)
-            now = value.replay_signature() if isinstance(value, Planned) else None
-            if now != held:
-                return f"live data {name!r} has replay signature {now!r}; {self.target.where} holds {held!r}"
+        now = signatures(live)
+        if now == self.signatures:
+            return None
+        for name in (*self.signatures, *now):
+            held, found = self.signatures.get(name), now.get(name)
+            if held != found:
+                return f"live data {name!r} has replay signature {found!r}; {self.target.where} holds {held!r}"
         return None
-
-
-@contextmanager
-def swapped(target: Any, **attributes: Any) -> Iterator[None]:
-    """Set attributes of an object inside a `with` block, and put back what was there whatever happens inside.
-
-    For `around=` of a runner: a static cache in place of the model's own one while graphs are made and replayed.
-
-    Args:
-        target: The object.
-        **attributes: Name -> value. One that only the object's class has is taken off the object again.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        ConfigError: The object has no such attribute.
-    """
-    with ExitStack() as stack:
-        for name, value in attributes.items():
-            found = getattr(target, name, _MISSING)
-            if found is _MISSING:
-                raise ConfigError(
-                    f"swapped() got {name!r}, which this {type(target).__name__} does not have.",
-                    why="Nothing would read it, so nothing would be swapped.",
-                    fix="Name an attribute that the forward reads.",
-                )
-            own = getattr(type(target), name, _MISSING) is not found
-            undo = partial(setattr, target, name, found) if own else partial(delattr, target, name)
-            setattr(target, name, value)
-            stack.callback(undo)
-        yield

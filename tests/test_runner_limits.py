@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,9 +16,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from breakgraph import swapped
+from breakgraph import eager_on_graph, swapped
 from breakgraph.buckets import Buckets
-from breakgraph.errors import ConfigError, NoGraphError
+from breakgraph.errors import ConfigError, NoGraphError, ReplayError
 from breakgraph.graph_key import GraphKey, PrefillKey, cached_tokens
 from breakgraph.padding_limit import Times, least_sizes
 from breakgraph.prefill_runner import Example, PrefillRunner
@@ -286,7 +288,10 @@ def test_swapped_puts_back_what_was_there() -> None:
         assert (holder.first, holder.second) == (5, 6)
         raise ZeroDivisionError
     assert vars(holder) == {"second": 2}
-    with pytest.raises(ConfigError, match="'secnod'"), swapped(holder, second=3, secnod=4):
+    with (
+        pytest.raises(ConfigError, match="'secnod', which this Holder does not have"),
+        swapped(holder, second=3, secnod=4),
+    ):
         pass
     assert vars(holder) == {"second": 2}
     frozen = attrs.make_class("Frozen", ["value"], frozen=True)(1)
@@ -352,7 +357,7 @@ def test_a_signature_is_hashable(device: torch.device) -> None:
     )
     with runner.capture_window():
         runner.capture()
-    assert "is a list, which is not hashable" in runner.dropped[PrefillKey(4)]
+    assert "is a list, which cannot be compared by value" in runner.dropped[PrefillKey(4)]
 
 
 # What a caller gets wrong.
@@ -471,6 +476,7 @@ def test_a_table_that_an_eager_step_replaces_is_held(device: torch.device) -> No
         (GraphKey(4, draft_len=3), {"max_seq_len": 100}, 96),
         (GraphKey(4, draft_len=3), {"max_seq_len": 100, "rotary_length": 64}, 60),
         (GraphKey(4), {"max_seq_len": 101, "context_parallel": 4}, 25),
+        (GraphKey(4), {"max_seq_len": 100, "context_parallel": 2, "rotary_length": 60}, 29),
         (GraphKey(4, short_seq_len_mode=True), {"max_seq_len": 100, "short_threshold": 32}, 31),
         (GraphKey(4, draft_len=3, short_seq_len_mode=True), {"max_seq_len": 100, "short_threshold": 32}, 28),
         (GraphKey(4, short_seq_len_mode=True), {"max_seq_len": 100, "short_threshold": 32, "step_tokens": 8}, 24),
@@ -489,11 +495,12 @@ def test_examples_reach_the_longest_sequence_of_their_graph(
     [
         (GraphKey(4, short_seq_len_mode=True), {"max_seq_len": 100}, "short_threshold"),
         (GraphKey(4), {"max_seq_len": 0}, "max_seq_len"),
+        (GraphKey(4), {"max_seq_len": 100.5}, "max_seq_len"),
         (GraphKey(4), {"max_seq_len": 8, "context_parallel": 0}, "context_parallel"),
         (GraphKey(4, draft_len=7), {"max_seq_len": 100, "rotary_length": 7}, "does not fit"),
     ],
 )
-def test_limits_that_cannot_be_are_refused(key: GraphKey, options: dict[str, int], message: str) -> None:
+def test_limits_that_cannot_be_are_refused(key: GraphKey, options: dict[str, Any], message: str) -> None:
     """REQ-D9: a missing threshold, a limit below 1, and a step longer than its limit are errors."""
     with pytest.raises(ConfigError, match=message):
         cached_tokens(key, **options)
@@ -533,3 +540,232 @@ def test_the_captured_part_is_the_callers_choice(device: torch.device) -> None:
     result = runner.run({"hidden": table[ids]}, size=5)
     assert result.replayed
     assert torch.equal(result.output[-1:] @ head, (torch.tanh(table[ids]) * 2)[-1:] @ head)
+
+
+# Found by an attack.
+
+
+def test_a_measured_limit_does_not_leave_out_the_padded_proof(device: torch.device) -> None:
+    """REQ-G5, FAULT-F4: after clear() the proof of a padded step is made again, whatever was measured before."""
+
+    def forward(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        return x * n  # frozen at capture
+
+    runner = PrefillRunner(
+        forward,
+        inputs=[StaticInput("x", shape=(TOKENS,), dtype=torch.float32)],
+        buckets=Buckets.of((16,)),
+        example=lambda key: Example({"x": torch.rand(key.tokens)}, {"n": key.tokens}),
+        device=device,
+        measure="always",
+    )
+    for least in (16, 0):
+        runner._least_size[PrefillKey(16)] = least
+        with runner.capture_window():
+            runner.capture()
+        assert "with 10 of 16 rows" in runner.dropped[PrefillKey(16)]
+        runner.clear()
+
+
+def test_measuring_leaves_what_is_swapped_in_alone(device: torch.device) -> None:
+    """REQ-E6, REQ-G5: examples of capture and measurement never touch the model's own cache."""
+
+    class Counting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count = torch.zeros(1, device=device)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count.add_(len(x))
+            return x + self.count
+
+    model = Counting()
+    static, own = torch.zeros(1, device=device), model.count
+    runner = PrefillRunner(
+        model,
+        inputs=[StaticInput("x", shape=(TOKENS,), dtype=torch.float32)],
+        buckets=Buckets.of((4, 8)),
+        example=lambda key: Example({"x": torch.rand(key.tokens)}),
+        device=device,
+        state=(static,),
+        around=lambda key, live: swapped(model, count=static),
+        measure="always",
+    )
+    with runner.capture_window():
+        runner.capture()
+    assert not runner.dropped
+    assert own.item() == 0
+    assert static.item() == 0
+    prepared = runner.prepare({"x": torch.zeros(3)}, size=3)
+    with runner.suspend():
+        assert runner.launch(prepared).output.tolist() == [4.0] * 3  # eager, padded, over the model's own
+        assert runner.run({"x": torch.zeros(3)}, size=3).output.tolist() == [7.0] * 3
+
+
+def test_modules_and_parameters_can_be_swapped() -> None:
+    """REQ-E6: whatever lies under a name of a module, and whatever is put there, the old one is back afterwards."""
+    parts: list[Any] = [None, torch.zeros(1), torch.nn.Linear(1, 1), torch.nn.Parameter(torch.ones(1)), 7]
+    for before, inside in itertools.permutations(parts, 2):
+        model = torch.nn.Module()
+        model.cache = before
+        names = [list(table) for table in (model._parameters, model._buffers, model._modules)]
+        with swapped(model, cache=inside):
+            assert model.cache is inside
+        assert model.cache is before
+        assert [list(table) for table in (model._parameters, model._buffers, model._modules)] == names
+
+    class OnTheClass(torch.nn.Module):
+        cache = None
+
+        def method(self) -> int:
+            return 1
+
+    model = OnTheClass()
+    with swapped(model, method=lambda: 2):
+        assert model.method() == 2
+    assert "method" not in vars(model)
+    with pytest.raises(ConfigError, match="reads another value"), swapped(model, cache=torch.nn.Linear(1, 1)):
+        pass
+    assert model.cache is None
+
+    class Wrapper:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+    wrapper = Wrapper(attrs.make_class("Inner", ["cache"])(1))
+    with pytest.raises(ConfigError, match="does not have of its own"), swapped(wrapper, cache=2):
+        pass
+    assert vars(wrapper).keys() == {"inner"}
+
+
+def test_signatures_are_asked_for_after_the_plan(device: torch.device) -> None:
+    """REQ-E10: what plan= decides is what is compared, of new and of reused live objects; one without is another plan too."""
+
+    @attrs.define(eq=False)
+    class Meta:
+        tokens: int
+        pages: int = 0
+
+        def replay_signature(self) -> int:
+            return self.pages
+
+    def plan(key: PrefillKey, live: Mapping[str, Any], padded: int) -> None:
+        if isinstance(live["meta"], Meta):
+            live["meta"].pages = -(-live["meta"].tokens // 4)
+
+    def forward(x: torch.Tensor, meta: Any) -> torch.Tensor:
+        return x * meta.pages
+
+    runner = PrefillRunner(
+        forward,
+        inputs=[StaticInput("x", shape=(TOKENS,), dtype=torch.float32)],
+        buckets=Buckets.of((16,)),
+        example=lambda key: Example({"x": torch.rand(key.tokens)}, {"meta": Meta(key.tokens)}),
+        device=device,
+        plan=plan,
+        measure="never",
+    )
+    with runner.capture_window():
+        runner.capture()
+    assert not runner.dropped
+    assert "another" not in runner.statistics.reports[PrefillKey(16)].padded_skipped
+    meta = Meta(4)
+    for tokens, replayed in ((4, False), (15, True), (13, True), (12, False), (16, True)):
+        meta.tokens = tokens
+        for live in (meta, Meta(tokens)):
+            result = runner.run({"x": torch.ones(tokens)}, size=tokens, live={"meta": live})
+            assert result.replayed is replayed
+            assert result.output.tolist() == [float(-(-tokens // 4))] * tokens
+    plain = attrs.make_class("Plain", ["pages"])(9)
+    result = runner.run({"x": torch.ones(3)}, size=3, live={"meta": plain})
+    assert (result.reason, result.output.tolist()) == (Reason.OTHER_PLAN, [9.0] * 3)
+
+
+@pytest.mark.parametrize("signature", [[1], torch.tensor([1, 2])])
+def test_signatures_that_cannot_be_compared_drop_the_graph(device: torch.device, signature: Any) -> None:
+    """REQ-E10: a list has no hash, a tensor no truth value: said at capture, not at every step."""
+    kind = attrs.make_class("Meta", ["value"], eq=False)
+    kind.replay_signature = lambda self: self.value  # type: ignore[attr-defined]
+    runner = PrefillRunner(
+        lambda x, meta: x * 2,
+        inputs=[StaticInput("x", shape=(TOKENS,), dtype=torch.float32)],
+        buckets=Buckets.of((4,)),
+        example=lambda key: Example({"x": torch.rand(key.tokens)}, {"meta": kind(signature)}),
+        device=device,
+    )
+    with runner.capture_window():
+        runner.capture()
+    assert "cannot be compared by value" in runner.dropped[PrefillKey(4)]
+
+
+def test_around_cannot_swallow_a_failure(device: torch.device) -> None:
+    """FAULT-E10: the exception of a break reaches the caller, and no earlier result is returned in its place."""
+    armed: list[bool] = []
+
+    @eager_on_graph
+    def failing(x: torch.Tensor) -> torch.Tensor:
+        if armed:
+            raise RuntimeError("mine")
+        return x * 2
+
+    runner = PrefillRunner(
+        lambda x: failing(x + 1) + 0,
+        inputs=[StaticInput("x", shape=(TOKENS,), dtype=torch.float32)],
+        buckets=Buckets.of((4,)),
+        example=lambda key: Example({"x": torch.rand(key.tokens)}),
+        device=device,
+        around=lambda key, live: contextlib.suppress(RuntimeError),
+    )
+    with runner.capture_window():
+        runner.capture()
+    assert runner.run({"x": torch.ones(3)}, size=3).replayed
+    armed.append(True)
+    with pytest.raises(RuntimeError, match="mine"):
+        runner.run({"x": torch.ones(3)}, size=3)
+    assert runner.statistics.replays == 1
+
+
+def test_a_large_key_over_the_budget_leaves_room_for_small_ones(device: torch.device) -> None:
+    """REQ-D8: what a key that does not fit had taken is given back; smaller keys are captured."""
+    runner = wide_runner(device, sizes=(512, 8), memory_budget=4 * MIB)
+    with runner.capture_window():
+        runner.capture()
+    assert set(runner.graphs) == {PrefillKey(8)}
+    assert "prefill[512] needs" in runner.dropped[PrefillKey(512)]
+    assert runner._graphs.nbytes <= 4 * MIB
+
+
+def test_two_threads_do_not_mix_their_rows(device: torch.device) -> None:
+    """FAULT-E12: a launch beside another one is refused; what is returned is always the caller's own."""
+    runner = wide_runner(device, sizes=(16,))
+    with runner.capture_window():
+        runner.capture()
+    wrong: list[float] = []
+    refused = 0
+
+    def work(value: float) -> None:
+        nonlocal refused
+        for _ in range(300):
+            try:
+                prepared = runner.prepare({"x": torch.full((4, 1), value)}, size=4)
+                output = runner.launch(prepared, copy=True).output
+            except ReplayError:
+                refused += 1
+                continue
+            wrong.extend(v for v in output.flatten().tolist() if v != 4096 * (value + 1))
+
+    threads = [threading.Thread(target=work, args=(value,)) for value in (1.0, 2.0)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong
+    assert runner.run({"x": torch.ones(4, 1)}, size=4).replayed
