@@ -148,9 +148,8 @@ class GraphBuilder(Generic[K]):
     def verify(self, captured: CapturedKey[K], *, smaller: K | None, report: KeyReport) -> str | None:
         """Prove a graph with a second full example and with a padded step; state and generators are put back.
 
-        The padded step comes first: where it reads padding rows that a break left unwritten, its replay finds those of
-        the capture and its eager twin does not. It follows on its twin at once, since state that is not declared, such
-        as a large cache, is not put back.
+        The padded step comes first: where it reads padding rows that a break left unwritten, its replay finds poison. It follows
+        on its twin at once, since state that is not declared, such as a large cache, is not put back.
 
         Args:
             captured: The graph.
@@ -361,6 +360,7 @@ class GraphBuilder(Generic[K]):
     def _judge_padded(self, captured: CapturedKey[K], example: Example, real: Extent) -> tuple[str | None, str]:
         """What is wrong with the real rows of a padded step, and why that cannot be said."""
         where = f"with {real.tokens} of {captured.target.extent.tokens} rows"
+        self.pool.backend.poison_unwritten()
         replay, eager = (partial(run, captured, example, real) for run in (self._replay, self._twin))
         try:
             verdict = judge(

@@ -124,6 +124,13 @@ class Backend(abc.ABC):
         """Fill what segments computed with NaN (integers: -1 bits), so that a stale read shows."""
 
     @abc.abstractmethod
+    def poison_unwritten(self) -> None:
+        """The same for the proof of a graph, where no tensor of the pool is held: at least what was allocated without values.
+
+        What a break leaves unwritten and a segment reads holds the values of the capture otherwise, and may be right by chance.
+        """
+
+    @abc.abstractmethod
     def pool_bytes(self) -> int:
         """Bytes of memory that recorded segments keep."""
 

@@ -253,6 +253,10 @@ class CudaBackend(Backend):
         """Fill the pool with 0xFF bytes: NaN in every floating dtype, -1 in signed integers."""
         self.pool.poison()
 
+    def poison_unwritten(self) -> None:
+        """Fill the pool: every replay writes what it reads of it."""
+        self.pool.poison()
+
     def pool_bytes(self) -> int:
         """Bytes the pool has reserved."""
         return self.pool.nbytes

@@ -23,7 +23,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from breakgraph.backends.base import Backend, Segment
-from breakgraph.backends.emulated_rules import declare_pure, fill_with_poison, illegal, tensors_in, written_by
+from breakgraph.backends.emulated_rules import (
+    aliases_of,
+    declare_pure,
+    fill_with_poison,
+    illegal,
+    is_composite,
+    tensors_in,
+    written_by,
+)
 from breakgraph.call_site import user_line
 from breakgraph.errors import CaptureIllegalError
 from breakgraph.structure import storage_address
@@ -71,6 +79,7 @@ class EmulatedSegment(Segment):
         self.operators = operators
         self.made = made
         self.addresses = {storage_address(tensor) for tensor in made}
+        self.unwritten: list[torch.Tensor] = []
         self._backend = backend
 
     def bound(self) -> Callable[[], None]:
@@ -103,7 +112,7 @@ class EmulatedSegment(Segment):
         """Drop the operators and every intermediate."""
         self._backend.forget(self)
         self.operators = []
-        self.made = []
+        self.made = self.unwritten = []
         self.addresses = set()
 
     def describe(self) -> str:
@@ -154,6 +163,7 @@ class EmulatedBackend(Backend):
         self._recording: _Recording | None = None
         self._carried: list[torch.Tensor] = []
         self._written: set[int] = set()
+        self._unwritten: set[int] = set()
         self._foreign: dict[int, weakref.ref[EmulatedSegment]] = {}
         self._segments: weakref.WeakSet[EmulatedSegment] = weakref.WeakSet()
 
@@ -168,7 +178,7 @@ class EmulatedBackend(Backend):
 
         Popping them around each break was rejected: a model may have pushed modes of its own above them.
         """
-        self._carried, self._written = [], set()
+        self._carried, self._written, self._unwritten = [], set(), set()
         self._foreign = {address: weakref.ref(segment) for segment in self._segments for address in segment.addresses}
         try:
             with _uncompiled(), _RefuseSyncs(self), _RecordOperators(self):
@@ -193,6 +203,7 @@ class EmulatedBackend(Backend):
             self._carried = recording.made
             return None
         segment = EmulatedSegment(recording.operators, made=recording.made, backend=self)
+        segment.unwritten = [tensor for tensor in recording.made if storage_address(tensor) in self._unwritten]
         self._segments.add(segment)
         return segment
 
@@ -240,7 +251,7 @@ class EmulatedBackend(Backend):
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         """Another tensor on the same memory where a segment made it, so that `y.t_()` later does not change it."""
-        return _aliases(tensor) if self.made_by_a_segment(tensor) else tensor
+        return aliases_of(tensor) if self.made_by_a_segment(tensor) else tensor
 
     def synchronize(self) -> None:
         """Nothing runs behind the caller's back on a CPU."""
@@ -250,6 +261,13 @@ class EmulatedBackend(Backend):
         with torch.inference_mode():
             for segment in self._segments:
                 for tensor in segment.made:
+                    fill_with_poison(tensor)
+
+    def poison_unwritten(self) -> None:
+        """Fill what segments allocated without values; the rest every replay computes anew."""
+        with torch.inference_mode():
+            for segment in self._segments:
+                for tensor in segment.unwritten:
                     fill_with_poison(tensor)
 
     def pool_bytes(self) -> int:
@@ -308,7 +326,7 @@ class EmulatedBackend(Backend):
         outputs = tensors_in(result)
         # Aliases, since an address is what is baked in: `weight.data = other` changes the caller's tensor only.
         fresh = tuple(
-            (index, _aliases(tensor))
+            (index, aliases_of(tensor))
             for index, tensor in enumerate(outputs)
             if tensor.numel() and storage_address(tensor) not in inputs
         )
@@ -317,10 +335,12 @@ class EmulatedBackend(Backend):
             recording.addresses.add(storage_address(tensor))
         if function._schema.is_mutable:
             self._written.update(storage_address(t) for t in written_by(function, args, kwargs) if t.numel())
+        if function.overloadpacket in _UNINITIALISED:
+            self._unwritten.update(storage_address(tensor) for _, tensor in fresh)
         if function.overloadpacket in _UNINITIALISED or torch.Tag.inplace_view in function.tags:
             return result  # no kernel: memory without values, or a change of shape and strides
         if fresh or function._schema.is_mutable:
-            recording.operators.append(Operator(function, _aliases(args), _aliases(kwargs), fresh))
+            recording.operators.append(Operator(function, aliases_of(args), aliases_of(kwargs), fresh))
         return result
 
 
@@ -341,7 +361,7 @@ class _RecordOperators(TorchDispatchMode):
                 why="Its Python would not be replayed.",
             )
         # In inference mode composites arrive whole and would hide the syncs inside them.
-        if _is_composite(func):
+        if is_composite(func):
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -378,21 +398,3 @@ def _uncompiled() -> Iterator[None]:
             yield
     else:
         yield
-
-
-def _is_composite(function: Any) -> bool:
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return bool(function.has_kernel_for_dispatch_key(key)) or bool(
-        torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), key)
-    )
-
-
-def _aliases(value: Any) -> Any:
-    """The same nesting with every tensor replaced by another tensor on the same memory."""
-    if isinstance(value, torch.Tensor):
-        return _aten.alias.default(value)
-    if isinstance(value, tuple | list):
-        return type(value)(_aliases(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _aliases(item) for key, item in value.items()}
-    return value

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["declare_pure", "fill_with_poison", "illegal", "tensors_in", "written_by"]
+__all__ = ["aliases_of", "declare_pure", "fill_with_poison", "illegal", "is_composite", "tensors_in", "written_by"]
 
 _aten = torch.ops.aten
 _INDEXING = (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_)
@@ -114,3 +114,22 @@ def fill_with_poison(tensor: torch.Tensor) -> None:
         tensor.fill_(value=True)
     else:
         tensor.fill_(-1 if tensor.dtype.is_signed else torch.iinfo(tensor.dtype).max)
+
+
+def aliases_of(value: Any) -> Any:
+    """The same nesting with every tensor replaced by another tensor on the same memory."""
+    if isinstance(value, torch.Tensor):
+        return _aten.alias.default(value)
+    if isinstance(value, tuple | list):
+        return type(value)(aliases_of(item) for item in value)
+    if isinstance(value, dict):
+        return {key: aliases_of(item) for key, item in value.items()}
+    return value
+
+
+def is_composite(function: Any) -> bool:
+    """True for an operator that torch itself takes apart; in inference mode it would arrive whole."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return bool(function.has_kernel_for_dispatch_key(key)) or bool(
+        torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), key)
+    )
