@@ -275,9 +275,11 @@ class GraphRunner(abc.ABC, Generic[K]):
             # Graphs were captured without; entering their modes in the replay would cost more.
             with torch.no_grad():
                 return self.launch(prepared, copy=copy)
+        if prepared.captured is None:  # an eager step has tensors of its own
+            return self._launch(prepared, copy=copy)
         if not self._launching.acquire(blocking=False):
             raise ConcurrentReplayError(
-                "a step was launched while another thread launches one of the same runner.",
+                "a step was launched while another one of the same runner is, by another thread or around this call.",
                 why="Both would use the same static buffers, and one would return the other's rows.",
                 fix="Launch from one thread; others may prepare, or use a runner of their own.",
             )

@@ -769,3 +769,34 @@ def test_two_threads_do_not_mix_their_rows(device: torch.device) -> None:
         sys.setswitchinterval(before)
     assert not wrong
     assert runner.run({"x": torch.ones(4, 1)}, size=4).replayed
+
+
+def test_an_eager_step_may_be_launched_beside_a_replay(device: torch.device) -> None:
+    """FAULT-E12: a break may run another step of its runner eagerly, which has its own tensors; a replay there is refused."""
+    seen: list[Any] = []
+
+    @eager_on_graph
+    def nested(x: torch.Tensor) -> torch.Tensor:
+        if runners:
+            inner = runners.pop()  # once
+            seen.append(inner.run({"x": torch.ones(9)}, size=9).reason)
+            with pytest.raises(ReplayError, match="around this call"):
+                inner.run({"x": torch.ones(2)}, size=2)
+        return x * 2
+
+    runners: list[PrefillRunner] = []
+    runner = PrefillRunner(
+        lambda x: nested(x + 1) + 0,
+        inputs=[StaticInput("x", shape=(TOKENS,), dtype=torch.float32)],
+        buckets=Buckets.of((4,)),
+        example=lambda key: Example({"x": torch.rand(key.tokens)}),
+        device=device,
+        measure="never",
+    )
+    with runner.capture_window():
+        runner.capture()
+    runners.append(runner)
+    result = runner.run({"x": torch.ones(3)}, size=3)
+    assert result.replayed
+    assert seen == [Reason.ABOVE_LARGEST_BUCKET]
+    assert runner.run({"x": torch.ones(3)}, size=3).output.tolist() == [4.0] * 3
