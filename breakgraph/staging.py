@@ -147,15 +147,17 @@ class _Slot:
         self.bytes = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=on_cuda)
         self.event = torch.cuda.Event() if on_cuda else None
         self.ticket = 0
+        self.lock = threading.Lock()
         self._views: dict[Layout, tuple[tuple[Field, torch.Tensor, npt.NDArray[Any] | None], ...]] = {}
         self._spans: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def take(self) -> int:
         """Wait until the last copy out of this slot has ended, then hand it to a new step."""
-        if self.event is not None:
-            self.event.synchronize()
-        self.ticket += 1
-        return self.ticket
+        with self.lock:  # not while `commit` has compared the ticket and not yet recorded its copy
+            if self.event is not None:
+                self.event.synchronize()
+            self.ticket += 1
+            return self.ticket
 
     def views(self, layout: Layout) -> tuple[tuple[Field, torch.Tensor, npt.NDArray[Any] | None], ...]:
         """The slot seen as the inputs of a layout: each as a tensor, and as an array where that is cheaper."""
@@ -287,19 +289,20 @@ class InputStage:
             ReplayError: Two later steps were staged since, so the slot holds other data.
         """
         slot = staged.slot
-        if slot.ticket != staged.ticket:
-            raise ReplayError(
-                "a prepared step was launched after two later steps had been prepared.",
-                why=f"A runner has {_SLOTS} staging slots, so the inputs of this step are gone.",
-                fix="Launch (or drop) a prepared step before preparing the one after the next.",
-            )
         stream = None if slot.event is None else self._follow_stream()
         low, high = staged.span
-        if high > low:
-            target, source = slot.span(low, high, arena=self._arena)
-            target.copy_(source, non_blocking=True)
-            if slot.event is not None:
-                slot.event.record(stream)
+        with slot.lock:  # another thread may prepare: it must not refill the slot between this look and the copy
+            if slot.ticket != staged.ticket:
+                raise ReplayError(
+                    "a prepared step was launched after two later steps had been prepared.",
+                    why=f"A runner has {_SLOTS} staging slots, so the inputs of this step are gone.",
+                    fix="Launch (or drop) a prepared step before preparing the one after the next.",
+                )
+            if high > low:
+                target, source = slot.span(low, high, arena=self._arena)
+                target.copy_(source, non_blocking=True)
+                if slot.event is not None:
+                    slot.event.record(stream)
         if staged.on_device:
             static = self._static(staged.layout)
             for index, tensor, rows in staged.on_device:

@@ -22,6 +22,7 @@ from breakgraph.errors import ConfigError, NoGraphError, ReplayError
 from breakgraph.graph_key import GraphKey, PrefillKey, cached_tokens
 from breakgraph.padding_limit import Times, least_sizes
 from breakgraph.prefill_runner import Example, PrefillRunner
+from breakgraph.staging import _Slot
 from breakgraph.static_buffers import TOKENS, StaticInput
 from breakgraph.statistics import CapturePhase, Reason
 from tests.runner_models import DecodeRig, PrefillModel, PrefillRig
@@ -769,6 +770,35 @@ def test_two_threads_do_not_mix_their_rows(device: torch.device) -> None:
         sys.setswitchinterval(before)
     assert not wrong
     assert runner.run({"x": torch.ones(4, 1)}, size=4).replayed
+
+
+def test_a_slot_is_not_refilled_between_the_look_at_it_and_its_copy(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FAULT-O7, FAULT-E12: another thread prepares two steps while one is being launched; the launch copies its own rows."""
+    runner = wide_runner(device, sizes=(16,))
+    with runner.capture_window():
+        runner.capture()
+
+    def prepare_two() -> None:
+        for _ in range(2):
+            runner.prepare({"x": torch.full((4, 1), 100.0)}, size=4)
+
+    others: list[threading.Thread] = []
+    span = _Slot.span
+
+    def slowly(*arguments: Any, **options: Any) -> Any:
+        others.append(threading.Thread(target=prepare_two))
+        others[-1].start()
+        others[-1].join(timeout=0.2)  # it has to wait for this launch
+        return span(*arguments, **options)
+
+    prepared = runner.prepare({"x": torch.full((4, 1), 7.0)}, size=4)
+    monkeypatch.setattr(_Slot, "span", slowly)
+    output = runner.launch(prepared, copy=True).output
+    monkeypatch.setattr(_Slot, "span", span)
+    others[0].join()
+    assert output.flatten().tolist() == [4096 * 8.0] * 4
 
 
 def test_an_eager_step_may_be_launched_beside_a_replay(device: torch.device) -> None:
