@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 import torch
@@ -18,6 +18,7 @@ from breakgraph.capture_window import ProgressReporter
 from breakgraph.errors import ConfigError
 from breakgraph.gates import Gate, Refusal
 from breakgraph.graph_key import GraphKey, UnequalRequests, num_tokens
+from breakgraph.padding_dummies import DummyProvider, PaddingDummies
 from breakgraph.policy import CheckAddresses, Fallback, Policy, Verify
 from breakgraph.runner import GraphRunner
 from breakgraph.static_buffers import Extent, StaticInput
@@ -27,84 +28,6 @@ from breakgraph.verification import Tolerance
 from breakgraph.work import CapturedKey, Example, Work
 
 __all__ = ["DecodeRunner", "DummyProvider", "Example"]
-
-
-class DummyProvider(Protocol):
-    """Gives padding requests storage of their own. One dummy per draft length fills all padding rows of a step."""
-
-    def allocate(self, *, draft_len: int) -> Mapping[str, torch.Tensor] | None:
-        """Take storage for one padding request.
-
-        Args:
-            draft_len: Draft tokens of the request.
-
-        Returns:
-            By input name, the rows of the request on the input's symbolic axis (one on a REQUESTS axis,
-            `draft_len + 1` on a TOKENS axis); inputs left out are filled by their padding rule. None: no storage
-            is free now.
-        """
-        ...
-
-    def release(self, *, draft_len: int) -> None:
-        """Give the storage of the padding request of a draft length back.
-
-        Args:
-            draft_len: As in `allocate`.
-        """
-        ...
-
-
-class _Dummies:
-    """The padding requests that are held now."""
-
-    def __init__(self, provider: DummyProvider | None, *, inputs: Iterable[StaticInput]) -> None:
-        self.provider = provider
-        self.turn = 0
-        self._names = frozenset(declared.name for declared in inputs if declared.axis is not None)
-        self._held: dict[int, Mapping[str, torch.Tensor]] = {}
-        self._suspended = False
-
-    def rows(self, draft_len: int) -> Mapping[str, torch.Tensor] | None:
-        """The rows for a draft length; tried again at every step while there is no storage."""
-        rows = self._held.get(draft_len)
-        if rows is None and self.provider is not None and not self._suspended:
-            rows = self.provider.allocate(draft_len=draft_len)
-            if rows is not None:
-                self._held[draft_len] = rows
-                self._check(rows)
-        return rows
-
-    def _check(self, rows: Mapping[str, torch.Tensor]) -> None:
-        odd = {name: value for name, value in rows.items() if name not in self._names or not _is_dense(value)}
-        if odd:
-            self.release()
-            raise ConfigError(
-                f"a padding request has rows for {sorted(odd, key=str)}; expected dense tensors for some of "
-                f"{sorted(self._names)}, the inputs with a symbolic axis.",
-                why="They fill the rows beyond the real requests; others would be left out, silently.",
-                fix="Return {input name: rows} from allocate().",
-            )
-
-    def release(self) -> None:
-        """Give every padding request back, once."""
-        self.turn += bool(self._held)  # steps padded with them and not yet launched are refused from here on
-        while self._held and self.provider is not None:
-            draft_len, _ = self._held.popitem()
-            self.provider.release(draft_len=draft_len)
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Hold none inside; they are allocated again when next needed."""
-        self.release()
-        before, self._suspended = self._suspended, True
-        try:
-            yield
-        finally:
-            self._suspended = before
-
-
-def _is_dense(rows: object) -> bool:
-    return isinstance(rows, torch.Tensor) and rows.layout is torch.strided
 
 
 class DecodeRunner(GraphRunner[GraphKey]):
@@ -179,7 +102,7 @@ class DecodeRunner(GraphRunner[GraphKey]):
         self.buckets = checked_buckets(buckets)
         self._beam_width = beam_width
         inputs = list(inputs)
-        self._dummies = _Dummies(dummies, inputs=inputs)
+        self._dummies = PaddingDummies(dummies, inputs=inputs)
         keys = [GraphKey(size) for size in buckets.sizes] if keys is None else list(keys)
         _refuse_odd_sizes(keys, buckets)
         super().__init__(
@@ -277,7 +200,7 @@ class DecodeRunner(GraphRunner[GraphKey]):
 
     @contextmanager
     def suspend_dummies(self) -> Iterator[None]:
-        """Give padding requests back while blocks are moved; they are allocated anew when next needed.
+        """Give padding requests back while blocks are moved; they are allocated anew at the end.
 
         A padded step that was prepared before and is launched later is a ReplayError: prepare it again.
 

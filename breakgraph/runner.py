@@ -165,6 +165,11 @@ class GraphRunner(abc.ABC, Generic[K]):
         return {key: captured.graph for key, captured in self._graphs.captured.items()}
 
     @property
+    def enabled(self) -> bool:
+        """False: every step runs eagerly and nothing is captured."""
+        return self._policy.enabled
+
+    @property
     def pool(self) -> GraphPool:
         """The pool that all graphs of this runner share; another one after `clear()`."""
         return self._graphs.builder.pool

@@ -84,26 +84,37 @@ class Field:
         else:
             tail.fill_(self.declared.pad.fill)
 
-    def write_array(self, target: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
-        """Do the same for a small input on the host, without a padding request."""
+    def write_array(
+        self, target: npt.NDArray[Any], source: npt.NDArray[Any], *, dummy: torch.Tensor | None = None
+    ) -> None:
+        """Do the same for a small input on the host; the rows of a padding request are on the host as well."""
         if self.axis is None or len(source) == len(target):
             target[...] = source
             return
         real, pad = len(source), self.declared.pad
         target[:real] = source
+        if dummy is not None:
+            each = self._check_dummy(dummy, tail=len(target) - real, axis=0)
+            target[real:].reshape(-1, each, *self.shape[1:])[...] = dummy.numpy()
+            return
         target[real:] = source[real - 1] if real and pad.kind is PadKind.REPEAT_LAST else pad.fill
 
     def _repeat(self, tail: torch.Tensor, dummy: torch.Tensor, axis: int) -> None:
+        each = self._check_dummy(dummy, tail=tail.shape[axis], axis=axis)
+        tail.view(*self.shape[:axis], -1, each, *self.shape[axis + 1 :]).copy_(dummy.unsqueeze(axis))
+
+    def _check_dummy(self, dummy: torch.Tensor, *, tail: int, axis: int) -> int:
+        """Refuse rows of a padding request that do not fill the tail evenly; returns how many they are."""
         each = dummy.shape[axis] if dummy.dim() > axis else 0
         expected = (*self.shape[:axis], each, *self.shape[axis + 1 :])
-        if dummy.shape != expected or dummy.dtype is not tail.dtype or not each or tail.shape[axis] % each:
+        if dummy.shape != expected or dummy.dtype is not self.declared.dtype or not each or tail % each:
             raise ConfigError(
                 f"the padding request's rows for input {self.declared.name!r} have shape {tuple(dummy.shape)}, "
-                f"{dummy.dtype}; expected {expected}, {tail.dtype}, fitting evenly into {tail.shape[axis]} rows.",
+                f"{dummy.dtype}; expected {expected}, {self.declared.dtype}, fitting evenly into {tail} rows.",
                 why="They fill the rows beyond the real requests.",
                 fix="Return the rows of one request, on the symbolic axis of the input.",
             )
-        tail.view(*self.shape[:axis], -1, each, *self.shape[axis + 1 :]).copy_(dummy.unsqueeze(axis))
+        return each
 
 
 class Layout:
@@ -267,10 +278,11 @@ class InputStage:
                 if not source.is_cpu:
                     on_device.append((index, source, rows))
                     continue
-                if array is None or rows is not None or source.is_neg():  # numpy knows no negative bit
+                on_host = rows is None or (rows.is_cpu and not rows.is_neg())
+                if array is None or not on_host or source.is_neg():  # numpy knows no negative bit
                     field.write(view, source, dummy=rows)
                 else:
-                    field.write_array(array, source.numpy())
+                    field.write_array(array, source.numpy(), dummy=rows)
             low = field.start if low < 0 else low
             high = field.stop
         return Staged(layout, slot, ticket, (max(low, 0), high), on_device)

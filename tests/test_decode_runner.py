@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from breakgraph.errors import ConfigError, NoGraphError, StaticInputError
 from breakgraph.graph_key import GraphKey, SampleType, UnequalRequests, num_tokens
+from breakgraph.padding_dummies import JoinedDummies
 from breakgraph.prefill_runner import Example
 from breakgraph.static_buffers import REQUESTS, TOKENS, Pad, StaticInput
 from breakgraph.statistics import Reason
@@ -306,7 +307,8 @@ def test_dummies_are_suspended_while_blocks_move(device: torch.device) -> None:
         with rig.runner.suspend_dummies():
             assert not dummies.taken
             assert rig.runner.run(inputs, key=GraphKey(3)).reason is Reason.NO_DUMMY
-        dummies.token_row = 40 + cycle % 20
+            dummies.token_row = 40 + cycle % 20  # the block that it gets afterwards is another one
+        assert dummies.taken == [0]
         before = rig.last_token.clone()
         assert rig.runner.run(inputs, key=GraphKey(3)).replayed
         changed = (rig.last_token != before).nonzero().flatten().tolist()
@@ -326,6 +328,89 @@ def test_a_hundred_padded_steps_take_one_dummy(device: torch.device) -> None:
         rig.runner.run(rows_and_positions(list(range(1, size + 1)), [step] * size), key=GraphKey(size))
     assert rig.runner.statistics.replays == 100
     assert (dummies.free, dummies.taken) == (1, [0])
+
+
+class Manager:
+    """One of the managers that hold a part of a padding request's state; may have none left, or raise."""
+
+    def __init__(self, name: str, log: list[str], *, fails: str = "") -> None:
+        self.name, self.log, self.fails = name, log, fails
+
+    def allocate(self, *, draft_len: int) -> Mapping[str, torch.Tensor] | None:
+        """Take one slot, or none, or raise."""
+        self.log.append(f"{self.name} +{draft_len}")
+        if self.fails == "raises":
+            raise RuntimeError(f"{self.name} is broken")
+        return None if self.fails == "empty" else {self.name: torch.tensor([SLOTS - 1])}
+
+    def release(self, *, draft_len: int) -> None:
+        """Give it back."""
+        self.log.append(f"{self.name} -{draft_len}")
+
+
+def test_a_padding_request_is_taken_from_every_manager_and_given_back_once() -> None:
+    """REQ-C6: storage comes from all managers in order, and goes back to each of them once."""
+    log: list[str] = []
+    joined = JoinedDummies([Manager("rows", log), Manager("state", log), Manager("draft", log)])
+    rows = joined.allocate(draft_len=2)
+    assert rows is not None
+    assert list(rows) == ["rows", "state", "draft"]
+    joined.release(draft_len=2)
+    assert log == ["rows +2", "state +2", "draft +2", "draft -2", "state -2", "rows -2"]
+
+
+@pytest.mark.parametrize("fails", ["empty", "raises"])
+def test_a_creation_that_fails_half_way_is_undone_in_every_manager(device: torch.device, fails: str) -> None:
+    """REQ-C6, FAULT-P8: what earlier managers gave goes back once; the step is eager, or the error reaches the caller."""
+    log: list[str] = []
+    managers = [Manager("rows", log), Manager("state", log), Manager("draft", log, fails=fails)]
+    rig = DecodeRig(device, dummies=JoinedDummies(managers))
+    inputs = rows_and_positions([1, 2, 3], [0, 0, 0])
+    if fails == "raises":
+        with pytest.raises(RuntimeError, match="draft is broken"):
+            rig.capture()
+    else:
+        rig.capture()
+        assert log == ["rows +0", "state +0", "draft +0", "state -0", "rows -0"]
+        log.clear()
+        assert rig.runner.run(inputs, key=GraphKey(3)).reason is Reason.NO_DUMMY
+    assert log == ["rows +0", "state +0", "draft +0", "state -0", "rows -0"]
+    assert len(rig.runner.graphs) == 4
+
+
+def test_a_manager_that_cannot_take_its_part_back_keeps_no_other_from_it() -> None:
+    """REQ-C6: an exception of one manager's release reaches the caller, after every manager was asked."""
+    log: list[str] = []
+
+    class Stubborn(Manager):
+        def release(self, *, draft_len: int) -> None:
+            raise RuntimeError("stubborn")
+
+    joined = JoinedDummies([Manager("rows", log), Stubborn("state", log)])
+    joined.allocate(draft_len=0)
+    with pytest.raises(RuntimeError, match="stubborn"):
+        joined.release(draft_len=0)
+    assert log == ["rows +0", "state +0", "rows -0"]
+
+
+def test_two_managers_may_not_fill_one_input() -> None:
+    """REQ-C6: rows for one input from two managers are refused, and both have their storage back."""
+    log: list[str] = []
+    with pytest.raises(ConfigError, match=r"two managers .* rows for \['rows'\]"):
+        JoinedDummies([Manager("rows", log), Manager("rows", log)]).allocate(draft_len=0)
+    assert log == ["rows +0", "rows +0", "rows -0", "rows -0"]
+
+
+def test_an_exception_while_blocks_move_is_not_replaced(device: torch.device) -> None:
+    """REQ-C5: the caller's exception leaves suspend_dummies() as it is; the next padded step takes a request again."""
+    dummies = Dummies(free=1)
+    rig = DecodeRig(device, dummies=dummies)
+    rig.capture()
+    with pytest.raises(ValueError, match="the caller's"), rig.runner.suspend_dummies():
+        raise ValueError("the caller's")
+    assert not dummies.taken
+    assert rig.runner.run(rows_and_positions([1, 2, 3], [0, 0, 0]), key=GraphKey(3)).replayed
+    assert dummies.taken == [0]
 
 
 # Results.

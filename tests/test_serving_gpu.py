@@ -71,7 +71,7 @@ def test_the_same_answers_twice_and_in_any_order() -> None:
     llm = LLM(_model(torch.float32), **OPTIONS)
     first = llm.generate(PROMPTS * 3, MIXED * 3)
     assert [a.token_ids for a in llm.generate(PROMPTS * 3, MIXED * 3)] == [a.token_ids for a in first]
-    assert llm.engine.free_blocks == 199
+    assert llm.engine.free_blocks == llm.engine.usable_blocks == 198
     assert llm.statistics.eager == {}
 
 
@@ -79,6 +79,6 @@ def test_the_cache_is_sized_by_the_memory_fraction() -> None:
     """Without num_blocks the cache takes what all requests can use, as far as the fraction allows."""
     small = LLM(_model(torch.bfloat16), max_batch_size=2, max_seq_len=256, max_num_tokens=128)
     small.start()
-    assert small.engine.sizes.num_blocks == 2 * 16 + 1
+    assert small.engine.sizes.num_blocks == 2 * 16 + 2
     answer = small.generate(PROMPTS[2], SamplingParams(max_tokens=5))[0]
     assert len(answer.token_ids) == 5

@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 
 from breakgraph.errors import ConfigError, InternalError
 from breakgraph.serving.kv_cache import NULL_BLOCK, BlockAllocator, KVCache, blocks_for, slots_of
+from breakgraph.serving.padding import PaddingRequest
+
+CPU = torch.device("cpu")
 
 
 @given(
@@ -88,3 +91,66 @@ def test_storage_has_the_declared_shape_and_size() -> None:
     tensors = [tensor for layer in cache.layers for tensor in layer]
     assert all(tensor.shape == (5, 8, 2, 4) and not tensor.any() for tensor in tensors)
     assert sum(tensor.nbytes for tensor in tensors) == 5 * KVCache.block_bytes(**shape)
+
+
+# Moving blocks.
+
+
+@given(num_blocks=st.integers(2, 40), takes=st.lists(st.integers(0, 6), max_size=12), data=st.data())
+def test_compact_leaves_no_gap_and_loses_no_block(num_blocks: int, takes: list[int], data: st.DataObject) -> None:
+    """REQ-C5: held blocks become the lowest ones, none is moved onto another, and what is free is all the rest."""
+    allocator = BlockAllocator(num_blocks)
+    held = [blocks for count in takes if (blocks := allocator.allocate(count)) is not None]
+    for blocks in [blocks for blocks in held if data.draw(st.booleans())]:
+        allocator.free(blocks)
+        held.remove(blocks)
+    before = [block for blocks in held for block in blocks]
+    moves = allocator.compact()
+    after = [moves.get(block, block) for block in before]
+    assert sorted(after) == list(range(1, len(before) + 1))
+    assert not set(moves) & set(moves.values())
+    assert set(moves) <= set(before)
+    assert not set(moves.values()) & set(before)
+    allocator.free(after)  # held under the new names
+    assert allocator.num_free == num_blocks - 1
+    assert allocator.compact() == {}
+
+
+def test_moved_blocks_carry_their_data() -> None:
+    """REQ-C5: a move copies whole blocks in every layer, keys and values, and touches no other block."""
+    cache = KVCache(8, block_size=2, num_layers=2, num_kv_heads=1, head_dim=3, dtype=torch.float32, device=CPU)
+    tensors = [tensor for layer in cache.layers for tensor in layer]
+    for tensor in tensors:
+        tensor.copy_(torch.rand_like(tensor))
+    before = [tensor.clone() for tensor in tensors]
+    cache.move({7: 1, 5: 2})
+    cache.move({})
+    for tensor, old in zip(tensors, before, strict=True):
+        assert torch.equal(tensor[[1, 2]], old[[7, 5]])
+        assert torch.equal(tensor[[0, 3, 4, 5, 6, 7]], old[[0, 3, 4, 5, 6, 7]])
+
+
+def test_the_padding_request_holds_one_block_at_a_time() -> None:
+    """REQ-C3, REQ-C4, FAULT-P10: it takes a block like any request, none when there is none, and gives back what it took."""
+    allocator = BlockAllocator(3)
+    padding = PaddingRequest(allocator, block_size=4, max_blocks=2)
+    rows = padding.allocate(draft_len=0)
+    assert rows is not None
+    assert {name: value.tolist() for name, value in rows.items()} == {
+        "rows": [0],
+        "positions": [0],
+        "slots": [4],
+        "block_tables": [[1, NULL_BLOCK]],
+        "seq_lens": [1],
+    }
+    assert (allocator.num_free, padding.block) == (1, 1)
+    with pytest.raises(InternalError, match="while block 1 is held"):
+        padding.allocate(draft_len=0)
+    padding.release(draft_len=0)
+    assert (allocator.num_free, padding.block) == (2, NULL_BLOCK)
+    taken = allocator.allocate(2)
+    assert padding.allocate(draft_len=0) is None
+    assert padding.block == NULL_BLOCK
+    assert taken is not None
+    allocator.free(taken)
+    assert padding.allocate(draft_len=0) is not None

@@ -21,7 +21,8 @@ from breakgraph.graph_key import GraphKey
 from breakgraph.models.attention import DecodeState, KVLayer
 from breakgraph.serving.config import EngineConfig, Graphs, SamplingPaths, Sizes
 from breakgraph.serving.device_state import PADDING_ROW, DeviceState, PendingTokens, sampling_columns
-from breakgraph.serving.kv_cache import NULL_BLOCK, blocks_for
+from breakgraph.serving.kv_cache import NULL_BLOCK, BlockAllocator, blocks_for
+from breakgraph.serving.padding import PaddingRequest
 from breakgraph.serving.sampling import greedy, sample
 from breakgraph.serving.scheduler import DecodeBatch
 from breakgraph.static_buffers import REQUESTS, Pad, StaticInput
@@ -90,6 +91,7 @@ class DecodeStep:
         state: Model, cache and token table.
         sizes: The engine's sizes.
         config: Graphs on or off, sampling paths, when to verify.
+        allocator: Where the padding request gets its block from.
         progress: Called after each key of each capture phase.
 
     Attributes:
@@ -102,11 +104,13 @@ class DecodeStep:
         *,
         sizes: Sizes,
         config: EngineConfig,
+        allocator: BlockAllocator,
         progress: Callable[[CaptureProgress], None] | None = None,
     ) -> None:
         self._state = state
         self._sizes = sizes
         self._paths = config.sampling
+        self._padding = PaddingRequest(allocator, block_size=sizes.block_size, max_blocks=sizes.max_blocks)
         self._attention: dict[tuple[int, int], DecodeState] = {}
         self._random = np.random.default_rng(0)
         self._written = _ExampleSlots(state.cache.layers)
@@ -117,6 +121,7 @@ class DecodeStep:
             buckets=sizes.decode,
             example=self._example,
             device=state.device,
+            dummies=self._padding,
             state=(self._written,),
             modules=(state.decoder,),
             plan=self._plan,
@@ -125,6 +130,17 @@ class DecodeStep:
             progress=progress,
             enabled=config.graphs is Graphs.ON,
         )
+
+    @property
+    def padding_block(self) -> int:
+        """The block that the padding request holds now; the null block where it holds none."""
+        return self._padding.block
+
+    @property
+    def reserved_blocks(self) -> int:
+        """Blocks that the padding request will hold: one where some batch size has no graph of its own."""
+        sizes = self._sizes.decode.sizes
+        return int(self.runner.enabled and len(sizes) < self._sizes.max_batch_size)
 
     def capture(self) -> None:
         """Captures all keys. The cache must be empty: the blocks of future requests are written."""
@@ -195,6 +211,7 @@ class DecodeStep:
             self._attention[rows, step.context] = state
         step.attention = state
         tables = np.full((rows, state.max_blocks), NULL_BLOCK, dtype=np.int32)
+        tables[:, 0] = self._padding.block
         tables[: len(step.block_tables)] = step.block_tables[:, : state.max_blocks]
         lengths = np.ones(rows, dtype=np.int32)
         lengths[: len(step.seq_lens)] = step.seq_lens
@@ -262,7 +279,7 @@ def decode_keys(sizes: Sizes, *, paths: SamplingPaths) -> tuple[GraphKey, ...]:
 
 
 def _declared(state: DeviceState, *, sizes: Sizes) -> Sequence[StaticInput]:
-    """The inputs of the graph; a padding row reads one token of the null block, greedily, and writes to it."""
+    """The inputs of the graph. A padding row is the padding request's; while it holds no block, its rows are the null block's."""
     per_request: tuple[Any, ...] = (REQUESTS,)
     null_slot = NULL_BLOCK * sizes.block_size
     return (

@@ -97,14 +97,17 @@ class Engine:
         self._eos = frozenset(eos_token_ids)
         self._graphs = config.graphs
         self.prefill = PrefillStep(state, sizes=sizes, config=config, progress=_named("prefill", progress))
-        self.decode = DecodeStep(state, sizes=sizes, config=config, progress=_named("decode", progress))
         self._allocator = BlockAllocator(sizes.num_blocks)
+        self.decode = DecodeStep(
+            state, sizes=sizes, config=config, allocator=self._allocator, progress=_named("decode", progress)
+        )
         self._scheduler = Scheduler(
             self._allocator,
             block_size=sizes.block_size,
             max_batch_size=sizes.max_batch_size,
             max_num_tokens=sizes.max_num_tokens,
             max_seq_len=sizes.max_seq_len,
+            reserved_blocks=self.decode.reserved_blocks,
         )
         self._seeds = random.Random(config.seed)
         self._in_flight: _InFlight | None = None
@@ -145,6 +148,11 @@ class Engine:
     def free_blocks(self) -> int:
         """Blocks that no request holds."""
         return self._allocator.num_free
+
+    @property
+    def usable_blocks(self) -> int:
+        """Blocks that requests can hold together; the padding request of decode holds one more where it is needed."""
+        return self._scheduler.usable_blocks
 
     def statistics(self) -> Statistics:
         """What was done since the start."""
@@ -214,6 +222,21 @@ class Engine:
             self._in_flight.releases.append(request)
         else:
             self._scheduler.release(request)
+
+    def defragment(self) -> int:
+        """Moves blocks so that those that are held have no gap among them; steps may be in flight.
+
+        The padding request of decode gives its block back before and takes another one afterwards: what lies in it is
+        worth no move. Cost: four kernels a layer, and a copy of the blocks that move; the host waits for nothing.
+
+        Returns:
+            How many blocks were moved.
+        """
+        with self.decode.runner.suspend_dummies():
+            moves = self._allocator.compact()
+            self.state.cache.move(moves)
+            self._scheduler.rename_blocks(moves)
+        return len(moves)
 
     def reset(self) -> None:
         """Ends everything, also after an exception in the middle of a step, so that new requests can run."""

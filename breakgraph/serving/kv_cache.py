@@ -7,7 +7,7 @@ padding rows of a graph write to it and nobody reads it for a result. A token's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -82,6 +82,23 @@ class BlockAllocator:
             self._held[block] = False
         self._free.extend(reversed(blocks))
 
+    def compact(self) -> dict[int, int]:
+        """Takes the lowest blocks in place of the highest held ones, until those that are held have no gap among them.
+
+        Returns:
+            For each block that was given up, the one that was taken for it. The caller moves the data
+            (`KVCache.move`) and renames blocks wherever it holds them.
+        """
+        held = sum(self._held)
+        gaps = [block for block in range(1, held + 1) if not self._held[block]]
+        above = [block for block in range(held + 1, self._num_blocks) if self._held[block]]
+        for block in above:
+            self._held[block] = False
+        for block in gaps:
+            self._held[block] = True
+        self._free = list(range(self._num_blocks - 1, held, -1))
+        return dict(zip(above, gaps, strict=True))
+
 
 class KVCache:
     """The storage of all layers, made once; its addresses are baked into the graphs.
@@ -121,6 +138,24 @@ class KVCache:
         )
         self.num_blocks = num_blocks
         self.block_size = block_size
+
+    def move(self, moves: Mapping[int, int]) -> None:
+        """Copies blocks in all layers, behind whatever was launched on the current stream before.
+
+        Cost: four kernels a layer and a copy of these blocks; the host does not wait for the device.
+
+        Args:
+            moves: From block to block, as `BlockAllocator.compact` returns them: no block is in both roles.
+        """
+        if not moves:
+            return
+        device = self.layers[0][0].device
+        both = torch.tensor([list(moves), list(moves.values())])
+        if device.type == "cuda":
+            both = both.pin_memory().to(device, non_blocking=True)
+        with torch.no_grad():
+            for tensor in (tensor for layer in self.layers for tensor in layer):
+                tensor.index_copy_(0, both[1], tensor.index_select(0, both[0]))
 
     @staticmethod
     def block_bytes(*, block_size: int, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

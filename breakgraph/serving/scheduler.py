@@ -12,7 +12,7 @@ preemption, asks for the device to be drained first.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import attrs
 
@@ -94,15 +94,24 @@ class Scheduler:
         max_batch_size: Most requests that hold a row at a time; rows are 1 .. ``max_batch_size``, row 0 is for padding.
         max_num_tokens: Most tokens of a prefill step.
         max_seq_len: Most tokens of prompt and output of one request.
+        reserved_blocks: Blocks of the allocator that requests can never have, since padding requests hold them.
 
     Attributes:
         preemptions: How often a request lost its blocks and had to start again.
     """
 
     def __init__(
-        self, allocator: BlockAllocator, *, block_size: int, max_batch_size: int, max_num_tokens: int, max_seq_len: int
+        self,
+        allocator: BlockAllocator,
+        *,
+        block_size: int,
+        max_batch_size: int,
+        max_num_tokens: int,
+        max_seq_len: int,
+        reserved_blocks: int = 0,
     ) -> None:
         self._allocator = allocator
+        self._reserved_blocks = reserved_blocks
         self._block_size = block_size
         self._max_num_tokens = max_num_tokens
         self._max_seq_len = max_seq_len
@@ -111,6 +120,11 @@ class Scheduler:
         self._running: list[Request] = []
         self._decoded_last = True
         self.preemptions = 0
+
+    @property
+    def usable_blocks(self) -> int:
+        """Blocks that requests can hold together."""
+        return self._allocator.num_usable - self._reserved_blocks
 
     @property
     def has_unfinished(self) -> bool:
@@ -137,10 +151,9 @@ class Scheduler:
         # The last token is returned, never cached.
         most = prompt + request.max_new_tokens - 1
         blocks = blocks_for(most, block_size=self._block_size)
-        if blocks > self._allocator.num_usable:
+        if blocks > self.usable_blocks:
             raise ConfigError(
-                f"the request can grow to {most} cached tokens, {blocks} blocks; the cache has"
-                f" {self._allocator.num_usable}.",
+                f"the request can grow to {most} cached tokens, {blocks} blocks; the cache has {self.usable_blocks}.",
                 why="Even alone it would run out of memory before it ends.",
                 fix="Lower max_tokens, shorten the prompt, or give the cache more blocks.",
             )
@@ -196,6 +209,15 @@ class Scheduler:
             raise InternalError("a request was released before it was finished.")
         if request.row is not None:
             self._take_back(request)
+
+    def rename_blocks(self, moves: Mapping[int, int]) -> None:
+        """Follows blocks that were moved, for every request that holds some, finished ones included.
+
+        Args:
+            moves: Old block to new block.
+        """
+        for request in self._running:
+            request.blocks = [moves.get(block, block) for block in request.blocks]
 
     def clear(self) -> None:
         """Ends every request and takes everything back; no step may be in flight."""

@@ -77,8 +77,8 @@ def build_engine(
         kind=config.attention,
     )
     _LOG.info("attention: %s (%s)", attention.kind, attention.reason)
-    # More blocks than all requests at their full length would never be used.
-    most = config.max_batch_size * blocks_for(limit, block_size=config.block_size) + 1
+    # More blocks than all requests at their full length, the null block and that of the padding request would never be used.
+    most = config.max_batch_size * blocks_for(limit, block_size=config.block_size) + 2
     sizes_for = partial(
         Sizes.resolve,
         config,
