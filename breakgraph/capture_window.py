@@ -113,12 +113,18 @@ class KeyWork(Generic[K]):
     Attributes:
         warm_up: Run the key eagerly.
         capture: Capture it; nothing is published yet.
-        verify: Prove the capture and publish it, or raise. None: published unproven by `capture`.
+        verify: Prove the capture, or raise. None: it is published unproven.
+        publish: Let the graph serve.
+        discard: Give back what a key has that will not be published; it may have nothing.
+        together: Called with the failure of each phase on this rank, or None; returns that of all ranks. None: no ranks.
     """
 
     warm_up: Callable[[K], None]
     capture: Callable[[K], None]
     verify: Callable[[K], None] | None
+    publish: Callable[[K], None]
+    discard: Callable[[K], None]
+    together: Callable[[str | None], str | None] | None = None
 
 
 def two_passes(
@@ -146,26 +152,32 @@ def two_passes(
 
     def attempt(phase: CapturePhase, step: Callable[[K], None], key: K, done: int) -> bool:
         begin = time.perf_counter()
+        failure: str | None = None
         try:
             step(key)
         except Exception as error:
-            failed[key] = f"{phase.value}: {_text(error)}"
-            _LOG.warning("%s failed and will run eagerly: %s", key, failed[key])
+            failure = f"{phase.value}: {_text(error)}"
             _LOG.debug("%s of %s", phase.value, key, exc_info=True)
-            return False
         finally:
             report(key).seconds[phase] = time.perf_counter() - begin
             if progress is not None:
                 progress(CaptureProgress(phase, key, done, len(keys)))
-        return True
+        if work.together is not None:
+            failure = work.together(failure)
+        if failure is not None:
+            failed[key] = failure
+            _LOG.warning("%s failed and will run eagerly: %s", key, failure)
+        return failure is None
 
     for done, key in enumerate(keys, start=1):
         attempt(CapturePhase.WARM_UP, work.warm_up, key, done)
     for done, key in enumerate(keys, start=1):
-        if key in failed or not attempt(CapturePhase.CAPTURE, work.capture, key, done):
+        if key in failed:
             continue
-        if work.verify is not None:
-            attempt(CapturePhase.VERIFY, work.verify, key, done)
+        proven = attempt(CapturePhase.CAPTURE, work.capture, key, done) and (
+            work.verify is None or attempt(CapturePhase.VERIFY, work.verify, key, done)
+        )
+        (work.publish if proven else work.discard)(key)
     return failed
 
 

@@ -17,9 +17,10 @@ from breakgraph.buckets import Buckets, checked_buckets
 from breakgraph.capture_window import ProgressReporter
 from breakgraph.errors import ConfigError
 from breakgraph.gates import Gate, Refusal
-from breakgraph.graph_key import GraphKey, UnequalRequests, num_tokens
+from breakgraph.graph_key import GraphKey, SampleType, UnequalRequests, num_tokens
 from breakgraph.padding_dummies import DummyProvider, PaddingDummies
 from breakgraph.policy import CheckAddresses, Fallback, Policy, Verify
+from breakgraph.ranks import Agreed, RankAgreement, Vote, digest
 from breakgraph.runner import GraphRunner
 from breakgraph.static_buffers import Extent, StaticInput
 from breakgraph.statistics import Reason
@@ -65,6 +66,8 @@ class DecodeRunner(GraphRunner[GraphKey]):
         memory_budget: Most bytes that the graphs may take, of pool, executables and bridges: a key that does not fit is
             dropped with its reason, and smaller ones are still tried. None: no limit.
         progress: Called after each key of each phase of a capture.
+        ranks: How the ranks of a model stay on one path; every rank prepares every step, an idle one with
+            `GraphKey(0)` and inputs without rows. None: there is one rank.
         enabled: False: every step runs eagerly and nothing is captured.
 
     Raises:
@@ -97,6 +100,7 @@ class DecodeRunner(GraphRunner[GraphKey]):
         around: Callable[[GraphKey, Mapping[str, Any]], AbstractContextManager[Any]] | None = None,
         memory_budget: int | None = None,
         progress: ProgressReporter | None = None,
+        ranks: RankAgreement | None = None,
         enabled: bool = True,
     ) -> None:
         self.buckets = checked_buckets(buckets)
@@ -126,6 +130,7 @@ class DecodeRunner(GraphRunner[GraphKey]):
                 fallback=fallback,
                 memory_budget=memory_budget,
                 progress=progress,
+                ranks=ranks,
                 enabled=enabled,
             ),
             inputs=inputs,
@@ -171,7 +176,7 @@ class DecodeRunner(GraphRunner[GraphKey]):
             extent = Extent(key.batch_size if tokens is None else tokens, key.batch_size)
             unequal = Refusal.of(Reason.UNEQUAL_REQUESTS, key.detail)
             refusal: Refusal | None = unequal if opt_out is None else Refusal.of(Reason.OPT_OUT, opt_out)
-            return self._prepare(inputs, key=GraphKey(key.batch_size), extent=extent, live=live, refusal=refusal)
+            return self._prepare(inputs, key=key.variant, extent=extent, live=live, refusal=refusal)
         refusal = None if opt_out is None else Refusal.of(Reason.OPT_OUT, opt_out)
         return self._prepare(inputs, key=key, extent=self._extent(key), live=live, refusal=refusal)
 
@@ -259,15 +264,42 @@ class DecodeRunner(GraphRunner[GraphKey]):
     def _padding(self, key: GraphKey, captured: CapturedKey[GraphKey]) -> Mapping[str, torch.Tensor] | Refusal | None:
         if self._dummies.provider is None or key.batch_size == captured.target.key.batch_size:
             return None
-        rows = self._dummies.rows(key.draft_len)
+        rows = self._dummies.rows(captured.target.key.draft_len)
         return Refusal.of(Reason.NO_DUMMY) if rows is None else rows
 
     def _after_capture(self) -> None:
-        # While the cache is empty. A draft length whose every batch size has a graph of its own is never padded.
+        # While the cache is empty. A draft length whose every batch size has a graph of its own is never padded, but for the
+        # sake of other ranks.
         for draft_len in sorted({key.draft_len for key in self._graphs.captured}):
             sizes = {key.batch_size for key in self._graphs.captured if key.draft_len == draft_len}
-            if len(sizes) < max(sizes):
+            if len(sizes) < max(sizes) or self._policy.ranks is not None:
                 self._dummies.rows(draft_len)
+
+    def _vote(self, key: GraphKey) -> Vote:
+        return Vote(
+            size=key.batch_size,
+            samples=key.sample_type is SampleType.FAST and key.batch_size > 0,
+            extent=key.num_encoder_tokens,
+            coordinates=self._coordinates(key) if key.batch_size else 0,
+        )
+
+    def _coordinates(self, key: GraphKey) -> int:
+        apart = {"batch_size", "num_encoder_tokens", *self._may_differ()}
+        return digest(tuple((f.name, getattr(key, f.name)) for f in attrs.fields(GraphKey) if f.name not in apart))
+
+    def _may_differ(self) -> tuple[str, ...]:
+        return () if self._policy.ranks is None else self._policy.ranks.may_differ
+
+    def _can_pad(self, key: GraphKey) -> bool:
+        if self._dummies.provider is None:
+            return True
+        lengths = [key.draft_len] if key.batch_size else {key.draft_len for key in self._graphs.captured}
+        return all(self._dummies.rows(draft_len) is not None for draft_len in lengths)
+
+    def _agreed_key(self, key: GraphKey, agreed: Agreed) -> GraphKey:
+        if not key.batch_size and agreed.size:  # an idle rank goes with the others' variant
+            key = next(other for other in self._graphs.captured if self._coordinates(other) == agreed.coordinates)
+        return attrs.evolve(key, batch_size=agreed.size, num_encoder_tokens=agreed.extent)
 
 
 def _refuse_odd_sizes(keys: list[GraphKey], buckets: Buckets) -> None:

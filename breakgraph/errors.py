@@ -13,6 +13,7 @@ BreakgraphError
 │   ├── ConcurrentReplayError         two replays of one pool at the same time
 │   └── NoGraphError                  no graph was captured for this key
 ├── StaticInputError(ValueError)      an input differs from its declaration
+├── RankError(RuntimeError)           the ranks of a group are not together
 ├── ConfigError(ValueError)           an option, a file or a combination that cannot work
 └── InternalError(RuntimeError)       our bug
 ```
@@ -39,6 +40,7 @@ __all__ = [
     "MovedBufferError",
     "NestedCaptureError",
     "NoGraphError",
+    "RankError",
     "ReplayError",
     "StaticInputError",
     "StreamJoinError",
@@ -117,6 +119,10 @@ class NoGraphError(ReplayError):
 
 class StaticInputError(BreakgraphError, ValueError):
     """An input differs in name, shape, dtype or device from its declaration."""
+
+
+class RankError(BreakgraphError, RuntimeError):
+    """A rank of the group raised, is gone, or is in another place than this one."""
 
 
 class ConfigError(BreakgraphError, ValueError):

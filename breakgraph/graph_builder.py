@@ -19,15 +19,7 @@ from breakgraph.replay_context import eager_step
 from breakgraph.staging import InputStage, Staged
 from breakgraph.static_buffers import Extent, InputSet
 from breakgraph.statistics import KeyReport
-from breakgraph.verification import (
-    Compared,
-    StateKeeper,
-    Tolerance,
-    judge,
-    own,
-    same_snapshot,
-    snapshot,
-)
+from breakgraph.verification import Compared, StateKeeper, Tolerance, judge, own, same_snapshot, snapshot
 from breakgraph.work import CapturedKey, Example, Target, Work, signatures
 
 __all__ = ["GraphBuilder"]
@@ -124,6 +116,7 @@ class GraphBuilder(Generic[K]):
                 generators=self.work.generators,
                 padded_rows=target.extent.tokens,
                 expect_breaks=self.work.expect_breaks,
+                barrier=self.work.barrier,
             )
             buffers = self.stage.buffers(target.layout)
             with self.work.swapped_in(target.key, example.live), capture:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import itertools
 import numbers
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -127,43 +127,71 @@ class GraphKey:
         draft_lens: Sequence[int],
         *,
         context_query_lens: Sequence[int] = (),
-        short_seq_len_mode: bool = False,
-        is_all_greedy_sample: bool = False,
+        greedy: Sequence[bool] = (),
+        seq_lens: Sequence[int] = (),
+        short_threshold: int | None = None,
+        encoder_lens: Sequence[int] = (),
+        adapters: Sequence[Hashable] = (),
+        peft_cache_data_type: torch.dtype | None = None,
         sample_type: SampleType = SampleType.FAST,
         extra: Extra = (),
     ) -> GraphKey | UnequalRequests:
         """Build the key of a batch, if its requests agree with each other.
 
+        Every flag is worked out from the requests of this very step, so none can be left over from the step before.
+
         Args:
             draft_lens: Draft length of each generation request.
             context_query_lens: Tokens of each context request.
-            short_seq_len_mode: See the attribute.
-            is_all_greedy_sample: See the attribute.
+            greedy: Whether each request takes the most probable token; empty: none does.
+            seq_lens: Tokens of each request after the step; needed with `short_threshold`.
+            short_threshold: Most tokens for which sparse attention runs dense; None: the model has no such mode.
+            encoder_lens: Encoder tokens of each request.
+            adapters: The adapter of each request, None for a request without; empty: there are none.
+            peft_cache_data_type: Type of the adapter cache, where a request has an adapter.
             sample_type: See the attribute.
             extra: See the attribute.
 
         Returns:
             The key, or what differs: one batch has one draft length and one context length. A runner takes
             either; the latter runs eagerly, counted as UNEQUAL_REQUESTS.
+
+        Raises:
+            ConfigError: A sequence has another length than there are requests.
         """
-        batch_size = len(draft_lens) + len(context_query_lens)
-        for what, lengths in (("draft lengths", draft_lens), ("context lengths", context_query_lens)):
-            if len(set(lengths)) > 1:
-                return UnequalRequests(batch_size, detail=f"{what} differ: {sorted(set(lengths))}")
-        return cls(
-            batch_size,
-            draft_len=draft_lens[0] if draft_lens else 0,
-            short_seq_len_mode=short_seq_len_mode,
-            is_all_greedy_sample=is_all_greedy_sample,
+        requests, contexts = len(draft_lens) + len(context_query_lens), len(context_query_lens)
+        given = {"greedy": greedy, "seq_lens": seq_lens, "encoder_lens": encoder_lens, "adapters": adapters}
+        odd = {name: len(values) for name, values in given.items() if len(values) not in (0, requests)}
+        if odd or (short_threshold is not None and len(seq_lens) != requests):
+            raise ConfigError(
+                f"for_batch() got {odd or {'seq_lens': len(seq_lens)}} values for {requests} requests.",
+                why="Flags are worked out from all requests; one that is left out could need another graph.",
+                fix="Give one value for each request, context requests included.",
+            )
+        adapted = any(adapter is not None for adapter in adapters)
+        variant = cls(
+            requests,
+            draft_len=max(draft_lens, default=0),
+            short_seq_len_mode=short_threshold is not None and max(seq_lens, default=0) <= short_threshold,
+            is_all_greedy_sample=bool(greedy) and all(greedy),
             sample_type=sample_type,
-            num_contexts=len(context_query_lens),
-            context_query_len=context_query_lens[0] if context_query_lens else 0,
+            num_contexts=contexts,
+            context_query_len=max(context_query_lens, default=0),
+            num_encoder_tokens=max(encoder_lens, default=0),
+            peft_cache_data_type=peft_cache_data_type if adapted else None,
+            use_lora_graph=adapted,
             extra=extra,
         )
+        for what, lengths in (("draft lengths", draft_lens), ("context lengths", context_query_lens)):
+            if len(set(lengths)) > 1:
+                return UnequalRequests(requests, detail=f"{what} differ: {sorted(set(lengths))}", variant=variant)
+        return variant
 
     @classmethod
     def product(cls, batch_sizes: Iterable[int], **variants: Iterable[Any]) -> tuple[GraphKey, ...]:
-        """List all combinations of batch sizes and variants of the other fields.
+        """List all combinations of batch sizes and variants of the other fields that a batch can have.
+
+        More contexts than requests, and a context length without contexts or the reverse, are no batch.
 
         Args:
             batch_sizes: Usually `Buckets.sizes`.
@@ -183,7 +211,14 @@ class GraphKey:
                 fix="Put a coordinate of your own model into extra.",
             )
         rows = itertools.product(batch_sizes, itertools.product(*variants.values()))
-        return tuple(sorted(cls(size, **dict(zip(variants, values, strict=True))) for size, values in rows))
+        named = ((size, dict(zip(variants, values, strict=True))) for size, values in rows)
+        return tuple(sorted({cls(size, **fields) for size, fields in named if _can_be(size, fields)}))
+
+
+def _can_be(batch_size: int, fields: Mapping[str, Any]) -> bool:
+    contexts, length = fields.get("num_contexts", 0), fields.get("context_query_len", 0)
+    both_given = "num_contexts" in fields and "context_query_len" in fields
+    return contexts <= batch_size and (not both_given or bool(contexts) is bool(length))
 
 
 @attrs.frozen
@@ -193,10 +228,16 @@ class UnequalRequests:
     Attributes:
         batch_size: Requests in the batch.
         detail: What differs.
+        variant: The key that the batch would have with its largest lengths, for host work that asks for the other fields.
     """
 
     batch_size: int
     detail: str = attrs.field(default="", kw_only=True)
+    variant: GraphKey = attrs.field(kw_only=True)
+
+    @variant.default
+    def _variant(self) -> GraphKey:
+        return GraphKey(self.batch_size)
 
 
 @attrs.frozen(order=True, cache_hash=True)

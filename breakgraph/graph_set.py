@@ -97,39 +97,46 @@ class GraphSet(Generic[K]):
             for key, name in zip(wanted, names, strict=True)
         }
         made: dict[K, CapturedKey[K]] = {}
+        ranks = self._policy.ranks
 
         def capture(key: K) -> None:
             watch = self._watched()
             made[key] = self._capture_one(targets[key])
             watch.note_live(key, made[key].live)
-            if self._policy.verify is Verify.NEVER:
-                self._publish(key, made.pop(key))
 
         def verify(key: K) -> None:
-            captured, watch = made.pop(key), self._watched()
-            try:
-                self._prove(captured)
-            except BaseException:
-                captured.graph.reset()
-                watch.note_live(key, {})
-                raise
+            watch = self._watched()
+            self._prove(made[key])
             watch.forget_rebound_live(key)
-            self._publish(key, captured)
 
+        def discard(key: K) -> None:
+            if (captured := made.pop(key, None)) is not None:
+                captured.graph.reset()
+                if self.watch is not None:
+                    self.watch.note_live(key, {})
+
+        if ranks is not None:
+            ranks.same_keys(wanted)
         self.dropped = two_passes(
             wanted,
             work=KeyWork(
                 warm_up=lambda key: self.builder.warm_up(targets[key], other=self._other_count(key)),
                 capture=capture,
                 verify=None if self._policy.verify is Verify.NEVER else verify,
+                publish=lambda key: self._publish(key, made.pop(key)),
+                discard=discard,
+                together=None if ranks is None else ranks.outcome,
             ),
             report=self._report,
             progress=self._policy.progress,
         )
         self._split_phases()
-        if (kept := self.builder.kept) is not None:
-            _LOG.warning("all graphs are dropped: the model keeps what a segment of %s", kept)
-            self.withdraw_all(f"capture: the model keeps what a segment of {kept}")
+        kept = None if self.builder.kept is None else f"capture: the model keeps what a segment of {self.builder.kept}"
+        if ranks is not None:
+            kept = ranks.outcome(kept)
+        if kept is not None:
+            _LOG.warning("all graphs are dropped: %s", kept)
+            self.withdraw_all(kept)
 
     def withdraw_all(self, reason: str) -> None:
         """Give every graph back and keep the reason for each key.

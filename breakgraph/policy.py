@@ -12,6 +12,7 @@ import torch
 from breakgraph.capture_window import ProgressReporter
 from breakgraph.errors import ConfigError
 from breakgraph.gates import Gate
+from breakgraph.ranks import RankAgreement
 from breakgraph.verification import Tolerance
 
 __all__ = ["CheckAddresses", "Fallback", "Measure", "Policy", "Verify"]
@@ -119,6 +120,7 @@ class Policy:
         progress: Called after each key of each phase of a capture.
         memory_budget: Most bytes of device memory that the graphs may take; None: no limit.
         measure: When the size is measured below which eager is cheaper than padding: "cuda", "always", "never".
+        ranks: How the ranks of a model stay on one path; None: there is one.
         enabled: False: every step runs eagerly and nothing is captured.
     """
 
@@ -132,4 +134,5 @@ class Policy:
     progress: ProgressReporter | None = None
     memory_budget: int | None = attrs.field(default=None, validator=_positive)
     measure: Measure = attrs.field(default=Measure.CUDA, converter=_measure)
+    ranks: RankAgreement | None = None
     enabled: bool = True

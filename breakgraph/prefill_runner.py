@@ -17,6 +17,7 @@ from breakgraph.gates import Gate, Refusal
 from breakgraph.graph_key import Extra, PrefillKey
 from breakgraph.padding_limit import least_sizes
 from breakgraph.policy import CheckAddresses, Fallback, Measure, Policy, Verify
+from breakgraph.ranks import Agreed, RankAgreement, Vote, digest
 from breakgraph.runner import GraphRunner
 from breakgraph.static_buffers import Extent, StaticInput
 from breakgraph.statistics import Reason
@@ -68,6 +69,8 @@ class PrefillRunner(GraphRunner[PrefillKey]):
         memory_budget: Most bytes that the graphs may take, of pool, executables and bridges: a key that does not fit is
             dropped with its reason, and smaller ones are still tried. None: no limit.
         progress: Called after each key of each phase of a capture.
+        ranks: How the ranks of a model stay on one path: the largest token count decides the bucket. Every rank prepares every
+            step, an idle one with `size=0` and inputs without rows. None: there is one rank.
         enabled: False: every step runs eagerly and nothing is captured.
 
     Raises:
@@ -100,6 +103,7 @@ class PrefillRunner(GraphRunner[PrefillKey]):
         measure: Measure | str = Measure.CUDA,
         memory_budget: int | None = None,
         progress: ProgressReporter | None = None,
+        ranks: RankAgreement | None = None,
         enabled: bool = True,
     ) -> None:
         self.buckets = checked_buckets(buckets)
@@ -127,6 +131,7 @@ class PrefillRunner(GraphRunner[PrefillKey]):
                 measure=measure,
                 memory_budget=memory_budget,
                 progress=progress,
+                ranks=ranks,
                 enabled=enabled,
             ),
             inputs=inputs,
@@ -149,7 +154,7 @@ class PrefillRunner(GraphRunner[PrefillKey]):
 
         Args:
             inputs: One tensor per copied input, with exactly `size` rows on a TOKENS axis.
-            size: Real tokens, 1 or more.
+            size: Real tokens, 1 or more; 0 on an idle rank.
             live: Live data of the step.
             extra: The caller's part of the key.
             opt_out: Why this step must run eagerly, such as "logits of the prompt"; it is counted as OPT_OUT. None: it need
@@ -162,7 +167,7 @@ class PrefillRunner(GraphRunner[PrefillKey]):
             StaticInputError: An input differs from its declaration, or size is below 1.
             NoGraphError: No graph can be used, with `fallback="error"`.
         """
-        if type(size) is not int or size < 1:
+        if (type(size) is not int or size < 1) and not (size == 0 and self._policy.ranks is not None):
             size = _checked_size(size)
         requests = self._inputs.requests(inputs, most=self._max_requests, where="a prefill step")
         refusal = None if opt_out is None else Refusal.of(Reason.OPT_OUT, opt_out)
@@ -229,12 +234,30 @@ class PrefillRunner(GraphRunner[PrefillKey]):
     ) -> Mapping[str, torch.Tensor] | Refusal | None:
         return None  # padded tokens are the matter of each input's padding rule
 
+    def _vote(self, key: PrefillKey) -> Vote:
+        # A prefill graph holds no sampling, so it could not differ in that.
+        return Vote(size=key.tokens, coordinates=digest(key.extra) if key.tokens else 0)
+
+    def _can_pad(self, key: PrefillKey) -> bool:
+        return True
+
+    def _agreed_key(self, key: PrefillKey, agreed: Agreed) -> PrefillKey:
+        extra = key.extra
+        if not key.tokens and agreed.size:  # an idle rank goes with the others' variant
+            extra = next(other.extra for other in self._graphs.captured if digest(other.extra) == agreed.coordinates)
+        return PrefillKey(agreed.size, extra)
+
     def _after_capture(self) -> None:
         self._least_size.clear()
         for report in self.statistics.reports.values():
             report.least_size = 0
-        if not self._measures():
-            return
+        if self._measures():
+            self._measure_limits()
+        if (ranks := self._policy.ranks) is not None:
+            for key in self._graphs.captured:  # the same on every rank, in the same order
+                self._least_size[key] = ranks.largest(self._least_size.get(key, 0))
+
+    def _measure_limits(self) -> None:
         captured = self._graphs.captured
         for extra in {key.extra for key in captured}:
             try:

@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
 
+import attrs
 import torch
 
 from breakgraph.capture import BreakableCUDAGraph, GraphPool
@@ -22,6 +23,8 @@ from breakgraph.gates import Gates, Refusal
 from breakgraph.graph_builder import GraphBuilder
 from breakgraph.graph_set import GraphSet, KeyRules
 from breakgraph.policy import CheckAddresses, Fallback, Policy, Verify
+from breakgraph.ranks import Agreed, Vote
+from breakgraph.routing import Router, RouteRules
 from breakgraph.static_buffers import Extent, InputSet, StaticInput
 from breakgraph.statistics import Reason, RunnerStatistics
 from breakgraph.step import LiveNames, Prepared, Result
@@ -56,8 +59,9 @@ class GraphRunner(abc.ABC, Generic[K]):
         self._live_names = LiveNames.of(work.forward, inputs=[declared.name for declared in self._inputs.all])
         self._gates = Gates(policy.gates, override=policy.override)
         self._window = CaptureWindow()
-        self._routes: dict[K, CapturedKey[K]] = {}
         self._launching = threading.Lock()
+        if policy.ranks is not None:
+            work = attrs.evolve(work, barrier=policy.ranks.barrier)
         self._graphs = GraphSet(
             GraphBuilder(work, inputs=self._inputs, tolerance=policy.tolerance, extent=self._extent_of_example),
             keys=keys,
@@ -70,6 +74,20 @@ class GraphRunner(abc.ABC, Generic[K]):
             ),
             policy=policy,
             statistics=self.statistics,
+        )
+        self._router = Router(
+            RouteRules(
+                name=self._name,
+                round_up=self._round_up,
+                too_costly=self._too_costly,
+                padding=self._padding,
+                vote=self._vote,
+                can_pad=self._can_pad,
+                agreed_key=self._agreed_key,
+            ),
+            graphs=self._graphs,
+            gates=self._gates,
+            policy=policy,
         )
 
     # What a kind of runner decides.
@@ -106,6 +124,18 @@ class GraphRunner(abc.ABC, Generic[K]):
     def _padding(self, key: K, captured: CapturedKey[K]) -> Mapping[str, torch.Tensor] | Refusal | None:
         """The rows of one padding request for this step, None where the rules of the inputs suffice."""
 
+    @abc.abstractmethod
+    def _vote(self, key: K) -> Vote:
+        """What this rank says of a step that it can run."""
+
+    @abc.abstractmethod
+    def _can_pad(self, key: K) -> bool:
+        """Whether a step of this key could be padded now; of an idle rank, of any key."""
+
+    @abc.abstractmethod
+    def _agreed_key(self, key: K, agreed: Agreed) -> K:
+        """The key of a step in which every rank pads to the largest one."""
+
     def _padding_turn(self) -> int:
         """Changes whenever padding requests are given back."""
         return 0
@@ -127,23 +157,24 @@ class GraphRunner(abc.ABC, Generic[K]):
     def capture(self) -> None:
         """Run every key eagerly, then capture, prove and publish each, largest first.
 
-        A key that fails is dropped with its reason (`dropped`), the others go on. Keys captured before are
-        left alone, dropped ones are tried again. Random generators are left as they were. Costs two forwards for each
-        key, and four more to verify it: replay and eager twin of a full example and of one with fewer rows.
+        A key that fails, here or on another rank, is dropped with its reason (`dropped`), the others go on. Keys
+        captured before are left alone, dropped ones are tried again. Random generators are left as they were. Costs two
+        forwards for each key, and four more to verify it: replay and eager twin of a full example and of one with fewer rows.
 
         Raises:
-            CaptureError: Outside the capture window.
+            CaptureError: Outside the capture window; or the ranks are to capture different keys.
+            RankError: A rank is gone or in another place.
             MovedBufferError: Parameters moved since an earlier window: graphs captured then cannot be used.
         """
         self._window.require("capture()")
         if not self._policy.enabled:
             _LOG.info("the runner is disabled: nothing is captured")
             return
-        self._routes.clear()
+        self._router.forget()
         with self._graphs.builder.generators_kept():
             self._graphs.capture()
             self._after_capture()
-        self._routes.clear()  # a step that ran meanwhile was routed without what `_after_capture` found
+        self._router.forget()  # a step that ran meanwhile was routed without what `_after_capture` found
 
     def clear(self) -> None:
         """Give all graphs and their pool back; until the next capture every step runs eagerly. Syncs the host.
@@ -151,7 +182,7 @@ class GraphRunner(abc.ABC, Generic[K]):
         Steps prepared for a graph before can no longer be launched. Padding requests stay held, since the next
         capture needs them: `DecodeRunner.release_dummies()` gives them back.
         """
-        self._routes.clear()
+        self._router.forget()
         self._graphs.clear()
 
     @property
@@ -197,57 +228,29 @@ class GraphRunner(abc.ABC, Generic[K]):
         refusal: Refusal | None = None,
     ) -> Prepared[K]:
         """Do all host work of a step."""
-        self._inputs.check(inputs, extent, where=type(self).__name__)
-        live = self._live_names.taken(live)
-        captured: CapturedKey[K] | None = None
-        padding: Mapping[str, torch.Tensor] | None = None
-        if refusal is None:
-            found = self._choose(key, live)
-            if isinstance(found, Refusal):
-                refusal = found
-            else:
-                captured, padding = found
-        if captured is None:
-            assert refusal is not None
-            return self._prepare_eager(inputs, key=key, extent=extent, live=live, refusal=refusal)
+        try:
+            self._inputs.check(inputs, extent, where=type(self).__name__)
+            live = self._live_names.taken(live)
+            if refusal is None:
+                refusal = self._router.refusal(key, live)
+        except BaseException:
+            self._router.fail()
+            raise
+        choice = self._router.choose(key, refusal=refusal)
+        if isinstance(choice, Refusal):
+            return self._prepare_eager(inputs, key=key, extent=extent, live=live, refusal=choice)
+        captured, padding = choice
         target = captured.target
         self._graphs.builder.plan(target.key, live, padded_rows=target.extent.tokens)
-        if (other := captured.other_plan(live)) is not None:
-            refusal = Refusal.of(Reason.OTHER_PLAN, other)
+        other = captured.other_plan(live)
+        refusal = self._router.confirmed(
+            captured, refusal=None if other is None else Refusal.of(Reason.OTHER_PLAN, other)
+        )
+        if refusal is not None:
             return self._prepare_eager(inputs, key=key, extent=extent, live=live, refusal=refusal)
         staged = self._graphs.builder.stage.stage(inputs, target.layout, dummy=padding)
         turn = None if padding is None else self._padding_turn()
         return Prepared(target.key, extent, live, None, self._graphs.builder, captured, staged, padding_turn=turn)
-
-    def _choose(
-        self, key: K, live: Mapping[str, Any]
-    ) -> tuple[CapturedKey[K], Mapping[str, torch.Tensor] | None] | Refusal:
-        if not self._policy.enabled:
-            return Refusal.of(Reason.DISABLED)
-        if (refusal := self._gates.before_key(key, live)) is not None:
-            return refusal
-        captured = self._routes.get(key)
-        if captured is None:
-            route = self._route(key)
-            if isinstance(route, Refusal):
-                return route
-            captured = self._routes[key] = route
-        if (refusal := self._gates.after_key(key, live)) is not None:
-            return refusal
-        padding = self._padding(key, captured)
-        return padding if isinstance(padding, Refusal) else (captured, padding)
-
-    def _route(self, key: K) -> CapturedKey[K] | Refusal:
-        rounded = self._round_up(key)
-        if isinstance(rounded, Refusal):
-            return rounded
-        if (captured := self._graphs.captured.get(rounded)) is not None:
-            return self._too_costly(key, rounded) or captured
-        if rounded in self.dropped:
-            return Refusal.of(Reason.DROPPED, f"{self._name(rounded)}: {self.dropped[rounded]}")
-        if rounded in self._graphs.keys:
-            return Refusal.of(Reason.NOT_CAPTURED_YET, f"{self._name(rounded)} was not captured yet")
-        return Refusal.of(Reason.NO_GRAPH, f"{rounded} is not among the keys of this runner")
 
     def _prepare_eager(
         self, inputs: Mapping[str, torch.Tensor], *, key: K, extent: Extent, live: Mapping[str, Any], refusal: Refusal
@@ -299,7 +302,7 @@ class GraphRunner(abc.ABC, Generic[K]):
         if captured is None or staged is None:
             return self._launch_eager(prepared)
         target, live, real = captured.target, prepared.live, prepared.extent
-        if (refusal := self._withdrawn(captured)) is not None:
+        if (refusal := self._router.withdrawn(captured)) is not None:
             if self._policy.fallback is Fallback.ERROR:
                 raise refusal.error(rows=real.tokens)
             output = builder.run_staged(captured, live=live, real=real, staged=staged)
@@ -313,13 +316,6 @@ class GraphRunner(abc.ABC, Generic[K]):
             output = builder.replay(captured, live=live, real=real, staged=staged)
         self.statistics.count_replay(target.key, real=real.tokens, padded=target.extent.tokens)
         return Result(own(output) if copy else output, True, target.key, None)
-
-    def _withdrawn(self, captured: CapturedKey[K]) -> Refusal | None:
-        """Why a graph that was there in `prepare` may not be used now."""
-        key = captured.target.key
-        if self._graphs.captured.get(key) is not captured:
-            return Refusal.of(Reason.DROPPED, f"{self._name(key)}: {self.dropped.get(key, 'captured again since')}")
-        return self._gates.suspension()
 
     def _check_addresses(self, captured: CapturedKey[K], live: Mapping[str, Any]) -> None:
         when = self._policy.check_addresses
@@ -341,8 +337,7 @@ class GraphRunner(abc.ABC, Generic[K]):
         return Result(output, False, None, refusal.reason, refusal.detail)
 
     def _drop(self, captured: CapturedKey[K], *, output: Any, mismatch: str, rows: int) -> Result[K]:
-        self._routes = {real: route for real, route in self._routes.items() if route is not captured}
-        self._graphs.drop(captured, reason=mismatch)
+        self._router.drop(captured, reason=mismatch)
         refusal = Refusal.of(Reason.DROPPED, f"{captured.target.where}: {mismatch}")
         if self._policy.fallback is Fallback.ERROR:
             raise refusal.error(rows=rows)

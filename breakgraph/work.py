@@ -52,6 +52,7 @@ class Work(Generic[K]):
         hooks: Called as `hook(key, live)` after the copy-in and before each replay.
         around: Called as `around(key, live)`; entered around warm-up, capture, proof and every replay.
         expect_breaks: Number of breaks, or names and counts, that each graph must have.
+        barrier: Called before each capture and before each of its breaks, so that ranks move together.
     """
 
     forward: Callable[..., Any]
@@ -62,6 +63,7 @@ class Work(Generic[K]):
     hooks: Sequence[Callable[[K, Mapping[str, Any]], None]] = ()
     around: Callable[[K, Mapping[str, Any]], AbstractContextManager[Any]] | None = None
     expect_breaks: int | Mapping[str, int] | None = None
+    barrier: Callable[[], None] | None = None
 
     def swapped_in(self, key: K, live: Mapping[str, Any]) -> AbstractContextManager[Any]:
         """What `around` returns for a step; nothing where there is none.

@@ -33,6 +33,8 @@ class Recorder:
             warm_up=lambda key: self.note("warm-up", key),
             capture=lambda key: self.note("capture", key),
             verify=(lambda key: self.note("verify", key)) if self.verify else None,
+            publish=lambda key: self.note("publish", key),
+            discard=lambda key: self.note("discard", key),
         )
         return two_passes(
             keys,
@@ -51,8 +53,10 @@ def test_all_keys_run_eagerly_before_the_first_capture() -> None:
         ("warm-up", 2),
         ("capture", 4),
         ("verify", 4),
+        ("publish", 4),
         ("capture", 2),
         ("verify", 2),
+        ("publish", 2),
     ]
 
 
@@ -63,9 +67,13 @@ def test_failure_is_atomic_per_key(phase: str) -> None:
     failed = recorder.run([8, 4, 2])
     assert set(failed) == {4}
     assert f"{phase}: ValueError: {phase} of 4 broke\na note" in failed[4]
-    after = {"warm-up": ["warm-up"], "capture": ["warm-up", "capture"], "verify": ["warm-up", "capture", "verify"]}
+    after = {
+        "warm-up": ["warm-up"],
+        "capture": ["warm-up", "capture", "discard"],
+        "verify": ["warm-up", "capture", "verify", "discard"],
+    }
     assert [what for what, key in recorder.calls if key == 4] == after[phase]
-    assert ("verify", 2) in recorder.calls
+    assert ("publish", 2) in recorder.calls
 
 
 def test_an_interrupt_is_no_failed_key() -> None:
@@ -74,7 +82,7 @@ def test_an_interrupt_is_no_failed_key() -> None:
     def interrupt(key: int) -> None:
         raise KeyboardInterrupt
 
-    work = KeyWork[int](warm_up=interrupt, capture=interrupt, verify=None)
+    work = KeyWork[int](warm_up=interrupt, capture=interrupt, verify=None, publish=interrupt, discard=interrupt)
     with pytest.raises(KeyboardInterrupt):
         two_passes([2, 1], work=work, report=lambda key: KeyReport(), progress=None)
 
@@ -95,7 +103,7 @@ def test_without_verification_there_are_two_phases() -> None:
     """verify=None leaves the third phase out."""
     recorder = Recorder(verify=False)
     recorder.run([4])
-    assert recorder.calls == [("warm-up", 4), ("capture", 4)]
+    assert recorder.calls == [("warm-up", 4), ("capture", 4), ("publish", 4)]
 
 
 def test_window_is_closed_again_on_an_exception() -> None:

@@ -186,6 +186,22 @@ def test_unequal_requests_run_eagerly(device: torch.device) -> None:
     assert result.output.tolist() == [8, 9, 10]
 
 
+def test_host_work_of_an_unequal_batch_sees_its_variant() -> None:
+    """REQ-A2, REQ-A4: plan() of a batch without a key is given the fields that its requests agree on."""
+    planned: list[GraphKey] = []
+    rig = DecodeRig(
+        CPU,
+        inputs=[StaticInput("positions", shape=(TOKENS,), dtype=torch.int32)],
+        forward=lambda positions: positions + 1,
+        example=lambda key: Example({"positions": torch.arange(num_tokens(key), dtype=torch.int32)}),
+        plan=lambda key, live, rows: planned.append(key),
+        sizes=(2,),
+    )
+    key = GraphKey.for_batch([0, 1], greedy=[True, True], extra=(("a", 1),))
+    rig.runner.run({"positions": torch.arange(3, dtype=torch.int32)}, key=key, tokens=3)
+    assert planned == [GraphKey(2, draft_len=1, is_all_greedy_sample=True, extra=(("a", 1),))]
+
+
 def test_encoder_extent_is_rounded_up(device: torch.device) -> None:
     """REQ-A7: the smallest captured extent that agrees on every other field serves; none: eager."""
     keys = [GraphKey(2, num_encoder_tokens=64), GraphKey(2, num_encoder_tokens=128, is_all_greedy_sample=True)]
@@ -235,7 +251,8 @@ def test_larger_memory_is_captured_first(device: torch.device) -> None:
 def test_every_lookup_is_captured_or_has_a_reason(two_drafts: DecodeRig, size: int, draft_len: int) -> None:
     """FAULT-R3: any batch size and draft length is served by a captured key that holds it, or has a stated reason."""
     key = GraphKey(size, draft_len=draft_len)
-    found = two_drafts.runner._choose(key, {})
+    router = two_drafts.runner._router
+    found = router.choose(key, refusal=router.refusal(key, {}))
     if size > 8:
         assert getattr(found, "reason", None) is Reason.ABOVE_LARGEST_BUCKET
     elif draft_len not in (0, 2):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from breakgraph.errors import ConfigError
-from breakgraph.graph_key import GraphKey, PrefillKey, SampleType, UnequalRequests, num_tokens
+from breakgraph.graph_key import GraphKey, PrefillKey, SampleType, UnequalRequests, cached_tokens, num_tokens
 
 COUNT = st.integers(min_value=0, max_value=9)
 KEYS = st.builds(
@@ -123,9 +123,57 @@ def test_num_tokens(key: GraphKey, beam_width: int, expected: int) -> None:
 
 
 def test_key_of_a_batch_that_agrees() -> None:
-    """REQ-A2, REQ-A6: requests with equal draft and context lengths give one key with the whole batch size."""
-    key = GraphKey.for_batch([2, 2, 2], context_query_lens=[7], is_all_greedy_sample=True)
+    """REQ-A6: a batch with one draft length and one context length has a key; the contexts count as requests."""
+    key = GraphKey.for_batch([2, 2, 2], context_query_lens=[7], greedy=[True] * 4)
     assert key == GraphKey(4, draft_len=2, num_contexts=1, context_query_len=7, is_all_greedy_sample=True)
+    assert GraphKey.for_batch([]) == GraphKey(0)
+
+
+BATCH = {"draft_lens": [1, 1], "greedy": [True, True], "seq_lens": [90, 100], "short_threshold": 100}
+
+
+@pytest.mark.parametrize(
+    ("change", "fields"),
+    [
+        ({}, {"is_all_greedy_sample": True, "short_seq_len_mode": True}),
+        ({"greedy": [True, False]}, {"short_seq_len_mode": True}),
+        ({"greedy": ()}, {"short_seq_len_mode": True}),
+        ({"seq_lens": [90, 101]}, {"is_all_greedy_sample": True}),
+        ({"short_threshold": None}, {"is_all_greedy_sample": True}),
+        ({"encoder_lens": [3, 9]}, {"is_all_greedy_sample": True, "short_seq_len_mode": True, "num_encoder_tokens": 9}),
+        (
+            {"adapters": [None, "lora"], "peft_cache_data_type": torch.float16},
+            {
+                "is_all_greedy_sample": True,
+                "short_seq_len_mode": True,
+                "use_lora_graph": True,
+                "peft_cache_data_type": torch.float16,
+            },
+        ),
+        (
+            {"adapters": [None, None], "peft_cache_data_type": torch.float16},
+            {"is_all_greedy_sample": True, "short_seq_len_mode": True},
+        ),
+    ],
+)
+def test_flags_are_those_of_this_batch(change: dict[str, Any], fields: dict[str, Any]) -> None:
+    """REQ-A3, REQ-A4, REQ-A7, REQ-A8: flags come from the requests of the step, so none is left over from another."""
+    assert GraphKey.for_batch(**{**BATCH, **change}) == GraphKey(2, draft_len=1, **fields)
+
+
+@pytest.mark.parametrize("change", [{"greedy": [True]}, {"seq_lens": ()}, {"adapters": [None] * 3}])
+def test_every_request_has_a_say(change: dict[str, Any]) -> None:
+    """REQ-A4: a value that is missing for one request is refused: that request could need another graph."""
+    with pytest.raises(ConfigError, match="for 2 requests"):
+        GraphKey.for_batch(**{**BATCH, **change})
+
+
+def test_the_least_cached_length_of_short_mode_is_within_it() -> None:
+    """REQ-D9: the example of a short-sequence key, at the end of its step, is in short mode, one token more is not."""
+    key = GraphKey(2, draft_len=1, short_seq_len_mode=True)
+    after = cached_tokens(key, max_seq_len=500, short_threshold=100) + 2
+    assert GraphKey.for_batch([1, 1], seq_lens=[after] * 2, short_threshold=100) == key
+    assert GraphKey.for_batch([1, 1], seq_lens=[after + 1] * 2, short_threshold=100) != key
 
 
 @pytest.mark.parametrize(
@@ -135,6 +183,7 @@ def test_requests_that_differ_have_no_key(draft_lens: list[int], contexts: list[
     """REQ-A2, REQ-A6: unequal lengths make the batch ineligible, in words, and never raise."""
     key = GraphKey.for_batch(draft_lens, context_query_lens=contexts)
     assert isinstance(key, UnequalRequests)
+    assert key.variant.batch_size == len(draft_lens) + len(contexts)
     assert key.batch_size == len(draft_lens) + len(contexts)
     assert what in key.detail
 
@@ -144,6 +193,12 @@ def test_product_lists_all_variants() -> None:
     keys = GraphKey.product([1, 8], draft_len=(0, 3), is_all_greedy_sample=(False, True))
     assert len(set(keys)) == 8
     assert GraphKey(8, draft_len=3, is_all_greedy_sample=True) in keys
+
+
+def test_product_leaves_out_what_no_batch_can_be() -> None:
+    """REQ-A6, FAULT-R6: two contexts in a batch of one, and a context length without contexts, would never be looked up."""
+    keys = GraphKey.product([1, 2], num_contexts=(0, 2), context_query_len=(0, 5))
+    assert keys == (GraphKey(1), GraphKey(2), GraphKey(2, num_contexts=2, context_query_len=5))
 
 
 def test_product_refuses_an_unknown_field() -> None:
