@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from breakgraph.errors import ConfigError, InternalError
+from breakgraph.serving.block_tables import BlockTables
 from breakgraph.serving.kv_cache import NULL_BLOCK, BlockAllocator, KVCache, blocks_for, slots_of
 from breakgraph.serving.padding import PaddingRequest
+from breakgraph.serving.requests import Request, SamplingParams
 
 CPU = torch.device("cpu")
 
@@ -154,3 +156,35 @@ def test_the_padding_request_holds_one_block_at_a_time() -> None:
     assert taken is not None
     allocator.free(taken)
     assert padding.allocate(draft_len=0) is not None
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_kept_tables_are_those_that_would_be_made_anew(data: st.DataObject) -> None:
+    """REQ-C5, FAULT-P4: after any growth, move, and change of rows, a step's tables hold the blocks of its requests and no other.
+
+    Lists grow in place or are replaced by others, of the same length too, as a move of blocks does.
+    """
+    tables = BlockTables(4, max_blocks=6)
+    requests = {row: _request(row, blocks=[]) for row in (1, 2, 3)}
+    for _ in range(data.draw(st.integers(1, 12))):
+        row = data.draw(st.sampled_from([1, 2, 3]))
+        request = requests[row]
+        what = data.draw(st.sampled_from(["grow", "move", "leave"]))
+        if what == "grow" and len(request.blocks) < 6:
+            request.blocks.append(data.draw(st.integers(1, 99)))
+        elif what == "move":
+            request.blocks = [block + 100 for block in request.blocks]
+        else:
+            requests[row] = _request(row, blocks=data.draw(st.lists(st.integers(1, 99), max_size=6)))
+        step = data.draw(st.permutations([r for r in requests.values() if data.draw(st.booleans())]))
+        taken = tables.take(step, rows=np.array([r.row for r in step], dtype=np.int64))
+        width = max((len(r.blocks) for r in step), default=0)
+        assert taken.tolist() == [r.blocks + [NULL_BLOCK] * (width - len(r.blocks)) for r in step]
+        taken.fill(-1)  # the caller's own
+
+
+def _request(row: int, *, blocks: list[int]) -> Request:
+    request = Request(prompt_ids=(1,), params=SamplingParams(), seed=0, max_new_tokens=1)
+    request.row, request.blocks = row, blocks
+    return request

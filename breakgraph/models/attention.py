@@ -123,9 +123,11 @@ class Attention(abc.ABC):
 
     Attributes:
         kind: "torch" or "flashinfer".
+        plans_decode: Whether `decode` reads the pages that `plan_decode` brought to the device, and neither tables nor lengths.
     """
 
     kind: str
+    plans_decode: bool
 
     def __init__(self, shape: AttentionShape, *, reason: str) -> None:
         self.shape = shape
@@ -172,8 +174,8 @@ class Attention(abc.ABC):
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         state: DecodeState,
-        block_tables: torch.Tensor,
-        seq_lens: torch.Tensor,
+        block_tables: torch.Tensor | None,
+        seq_lens: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attention of one token of each of B sequences; may be captured: no sync, no shape that depends on data.
 
@@ -182,8 +184,9 @@ class Attention(abc.ABC):
             k_cache: Key cache of the layer, this step's keys included.
             v_cache: Value cache of the layer.
             state: From `decode_state`.
-            block_tables: int32 (B, state.max_blocks); entries beyond a sequence's blocks point to the null block.
-            seq_lens: int32 (B,), tokens of each sequence, this one included; 1 on the null block for padding rows.
+            block_tables: int32 (B, state.max_blocks); entries beyond a sequence's blocks point to the null block. None where
+                `plans_decode`.
+            seq_lens: int32 (B,), tokens of each sequence, this one included; 1 for padding rows. None where `plans_decode`.
 
         Returns:
             (B, num_heads, head_dim).
@@ -195,7 +198,7 @@ class Attention(abc.ABC):
 
         Args:
             state: From `decode_state`.
-            block_tables: int32 (B, state.max_blocks), on the host.
+            block_tables: int32 (B, W), on the host; W may be less than state.max_blocks where no sequence is longer.
             seq_lens: int32 (B,), on the host.
         """
 

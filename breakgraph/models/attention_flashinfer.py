@@ -87,6 +87,7 @@ class FlashInferAttention(Attention):
     """
 
     kind = "flashinfer"
+    plans_decode = True
 
     def __init__(self, shape: AttentionShape, *, reason: str) -> None:
         super().__init__(shape, reason=reason)
@@ -205,8 +206,8 @@ class FlashInferAttention(Attention):
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         state: DecodeState,
-        block_tables: torch.Tensor,
-        seq_lens: torch.Tensor,
+        block_tables: torch.Tensor | None,
+        seq_lens: torch.Tensor | None,
     ) -> torch.Tensor:
         """See `Attention`. Reads the pages of the last `plan_decode`, not `block_tables` and `seq_lens`."""
         assert isinstance(state, FlashInferDecodeState)
@@ -219,7 +220,7 @@ class FlashInferAttention(Attention):
         shape = self.shape
         lens = np.asarray(seq_lens, dtype=np.int32)
         blocks = _blocks(lens, shape.block_size)
-        used = np.arange(state.max_blocks, dtype=np.int32) < blocks[:, None]
+        used = np.arange(block_tables.shape[1], dtype=np.int32) < blocks[:, None]
         indptr, last, kv_lens, pages = _pinned(
             _offsets(blocks), _last_page(lens, blocks, shape.block_size), lens, block_tables[used]
         )

@@ -71,6 +71,7 @@ class TorchAttention(Attention):
     """
 
     kind = "torch"
+    plans_decode = False
 
     def plan_prefill(self, layout: BatchLayout) -> TorchBatch:
         """See `Attention`. Copies every block table to the device; masks only for prompts that continue."""
@@ -129,11 +130,12 @@ class TorchAttention(Attention):
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         state: DecodeState,
-        block_tables: torch.Tensor,
-        seq_lens: torch.Tensor,
+        block_tables: torch.Tensor | None,
+        seq_lens: torch.Tensor | None,
     ) -> torch.Tensor:
         """See `Attention`. Cost: a copy of batch_size * max_blocks blocks of keys and of values."""
         assert isinstance(state, TorchDecodeState)
+        assert block_tables is not None and seq_lens is not None  # noqa: PT018
         shape = self.shape
         batch, tokens = q.shape[0], state.token_index.shape[0]
         flat = block_tables.reshape(-1)

@@ -19,6 +19,7 @@ from breakgraph.decode_runner import DecodeRunner, Example
 from breakgraph.errors import InternalError
 from breakgraph.graph_key import GraphKey
 from breakgraph.models.attention import DecodeState, KVLayer
+from breakgraph.serving.block_tables import BlockTables
 from breakgraph.serving.config import EngineConfig, Graphs, SamplingPaths, Sizes
 from breakgraph.serving.device_state import PADDING_ROW, DeviceState, PendingTokens, sampling_columns
 from breakgraph.serving.kv_cache import NULL_BLOCK, BlockAllocator, blocks_for
@@ -39,7 +40,7 @@ class DecodeLive:
     Attributes:
         greedy: Argmax instead of the sampling path.
         context: The context bucket.
-        block_tables: int32 ``(requests, max_blocks)``.
+        block_tables: int32 ``(requests, blocks of the longest)``.
         seq_lens: int64 ``(requests,)``, this step's token included.
         attention: State of the attention for the rows that the step computes; set by planning.
     """
@@ -60,16 +61,21 @@ class _ExampleSlots:
 
     Attributes:
         layers: Keys and values.
-        slots: Written so far; None as soon as the cache belongs to requests.
+        written: bool, one per slot; None as soon as the cache belongs to requests.
     """
 
     layers: Sequence[KVLayer]
-    slots: set[int] | None = attrs.field(factory=set)
+    written: npt.NDArray[np.bool_] | None
+
+    @classmethod
+    def of(cls, layers: Sequence[KVLayer]) -> _ExampleSlots:
+        """Nothing is written yet."""
+        return cls(layers, np.zeros(layers[0][0].flatten(0, 1).shape[0], dtype=np.bool_))
 
     def note(self, slots: npt.NDArray[np.int64]) -> None:
         """Adds what an example is about to write."""
-        if self.slots is not None:
-            self.slots.update(slots.tolist())
+        if self.written is not None:
+            self.written[slots] = True
 
     def save(self) -> None:
         """Empties the slots; there is nothing to keep."""
@@ -77,9 +83,9 @@ class _ExampleSlots:
 
     def restore(self, saved: None) -> None:
         """Empties the slots."""
-        if not self.slots:
+        if self.written is None or not self.written.any():
             return
-        index = torch.tensor(sorted(self.slots), device=self.layers[0][0].device)
+        index = torch.from_numpy(np.flatnonzero(self.written)).to(self.layers[0][0].device)
         for tensor in (tensor for layer in self.layers for tensor in layer):
             tensor.flatten(0, 1).index_fill_(0, index, 0)
 
@@ -110,10 +116,15 @@ class DecodeStep:
         self._state = state
         self._sizes = sizes
         self._paths = config.sampling
-        self._padding = PaddingRequest(allocator, block_size=sizes.block_size, max_blocks=sizes.max_blocks)
+        self._padding = PaddingRequest(
+            allocator,
+            block_size=sizes.block_size,
+            max_blocks=None if state.attention.plans_decode else sizes.max_blocks,
+        )
+        self._tables = BlockTables(sizes.max_batch_size + 1, max_blocks=sizes.max_blocks)
         self._attention: dict[tuple[int, int], DecodeState] = {}
         self._random = np.random.default_rng(0)
-        self._written = _ExampleSlots(state.cache.layers)
+        self._written = _ExampleSlots.of(state.cache.layers)
         self.runner = DecodeRunner(
             self._forward,
             inputs=_declared(state, sizes=sizes),
@@ -146,7 +157,7 @@ class DecodeStep:
         """Captures all keys. The cache must be empty: the blocks of future requests are written."""
         with self.runner.capture_window():
             self.runner.capture()
-        self._written.slots = None
+        self._written.written = None
 
     def launch(self, batch: DecodeBatch) -> PendingTokens:
         """Puts a step on the stream.
@@ -159,19 +170,15 @@ class DecodeStep:
         """
         requests, sizes = batch.requests, self._sizes
         greedy_only = all(request.params.temperature == 0 for request in requests)
-        lengths = np.array(batch.lengths, dtype=np.int64)
-        tables = np.full((len(requests), sizes.max_blocks), NULL_BLOCK, dtype=np.int32)
-        for row, request in enumerate(requests):
-            tables[row, : len(request.blocks)] = request.blocks
+        rows = np.array([request.row for request in requests], dtype=np.int64)
         live = DecodeLive(
             greedy=greedy_only and self._paths is not SamplingPaths.SAMPLED,
             context=sizes.context(max(batch.lengths)),
-            block_tables=tables,
-            seq_lens=lengths,
+            block_tables=self._tables.take(requests, rows=rows),
+            seq_lens=np.array(batch.lengths, dtype=np.int64),
         )
         key = GraphKey(len(requests), is_all_greedy_sample=live.greedy, extra=((_CONTEXT, live.context),))
         columns = {} if live.greedy else sampling_columns(requests)
-        rows = np.array([request.row for request in requests], dtype=np.int64)
         prepared = self.runner.prepare(self._inputs(rows, live=live, columns=columns), key=key, live={"step": live})
         return PendingTokens(self.runner.launch(prepared).output)
 
@@ -182,15 +189,15 @@ class DecodeStep:
         rows: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        block_tables: torch.Tensor,
-        seq_lens: torch.Tensor,
         step: DecodeLive,
+        block_tables: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
         **sampling: torch.Tensor,
     ) -> torch.Tensor:
         decoder, attention, planned = self._state.decoder, self._state.attention, step.attention
         if planned is None:
             raise InternalError("a decode step ran that was not planned.")
-        tables = block_tables[:, : planned.max_blocks]
+        tables = None if block_tables is None else block_tables[:, : planned.max_blocks]
 
         def attend(layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
             return attention.decode(q, k_cache, v_cache, planned, tables, seq_lens)
@@ -210,11 +217,16 @@ class DecodeStep:
             state = self._state.attention.decode_state(batch_size=rows, max_context=step.context)
             self._attention[rows, step.context] = state
         step.attention = state
-        tables = np.full((rows, state.max_blocks), NULL_BLOCK, dtype=np.int32)
-        tables[:, 0] = self._padding.block
-        tables[: len(step.block_tables)] = step.block_tables[:, : state.max_blocks]
-        lengths = np.ones(rows, dtype=np.int32)
-        lengths[: len(step.seq_lens)] = step.seq_lens
+        if not self._state.attention.plans_decode:
+            return
+        tables, lengths = step.block_tables, step.seq_lens.astype(np.int32)
+        if padding := rows - len(tables):
+            rest = np.full((padding, tables.shape[1]), NULL_BLOCK, dtype=np.int32)
+            rest[:, 0] = self._padding.block
+            tables, lengths = (
+                np.concatenate((tables, rest)),
+                np.concatenate((lengths, np.ones(padding, dtype=np.int32))),
+            )
         self._state.attention.plan_decode(state, block_tables=tables, seq_lens=lengths)
 
     def _inputs(
@@ -227,10 +239,12 @@ class DecodeStep:
             "rows": rows,
             "positions": positions,
             "slots": blocks * block_size + positions % block_size,
-            "block_tables": live.block_tables,
-            "seq_lens": live.seq_lens.astype(np.int32),
             **columns,
         }
+        if not self._state.attention.plans_decode:
+            width = self._sizes.max_blocks - live.block_tables.shape[1]
+            arrays["block_tables"] = np.pad(live.block_tables, ((0, 0), (0, width)), constant_values=NULL_BLOCK)
+            arrays["seq_lens"] = live.seq_lens.astype(np.int32)
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def _example(self, key: GraphKey) -> Example:
@@ -241,7 +255,7 @@ class DecodeStep:
         share = (sizes.num_blocks - 1) // batch
         longest = min(context, share * sizes.block_size)
         lengths = self._random.integers(1, longest, endpoint=True, size=batch)
-        tables = np.full((batch, sizes.max_blocks), NULL_BLOCK, dtype=np.int32)
+        tables = np.full((batch, blocks_for(longest, block_size=sizes.block_size)), NULL_BLOCK, dtype=np.int32)
         for row, length in enumerate(lengths):
             blocks = blocks_for(int(length), block_size=sizes.block_size)
             tables[row, :blocks] = NULL_BLOCK + 1 + row * share + np.arange(blocks)
@@ -282,15 +296,16 @@ def _declared(state: DeviceState, *, sizes: Sizes) -> Sequence[StaticInput]:
     """The inputs of the graph. A padding row is the padding request's; while it holds no block, its rows are the null block's."""
     per_request: tuple[Any, ...] = (REQUESTS,)
     null_slot = NULL_BLOCK * sizes.block_size
+    tables = StaticInput(
+        "block_tables", shape=(REQUESTS, sizes.max_blocks), dtype=torch.int32, pad=Pad.keep_out(NULL_BLOCK)
+    )
+    lengths = StaticInput("seq_lens", shape=per_request, dtype=torch.int32, pad=Pad.value(1))
     return (
         StaticInput("last_token", source="device", buffer=state.last_token),
         StaticInput("rows", shape=per_request, pad=Pad.keep_out(PADDING_ROW)),
         StaticInput("positions", shape=per_request),
         StaticInput("slots", shape=per_request, pad=Pad.keep_out(null_slot)),
-        StaticInput(
-            "block_tables", shape=(REQUESTS, sizes.max_blocks), dtype=torch.int32, pad=Pad.keep_out(NULL_BLOCK)
-        ),
-        StaticInput("seq_lens", shape=per_request, dtype=torch.int32, pad=Pad.value(1)),
+        *(() if state.attention.plans_decode else (tables, lengths)),
         # A batch that is all greedy leaves the rest out.
         StaticInput("temperature", shape=per_request, dtype=torch.float32, default=0.0),
         StaticInput("top_k", shape=per_request, default=0),

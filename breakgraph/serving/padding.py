@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from breakgraph.errors import InternalError
@@ -22,13 +24,13 @@ class PaddingRequest:
     Args:
         allocator: The blocks.
         block_size: Tokens per block.
-        max_blocks: Columns of the block tables.
+        max_blocks: Columns of the block tables; None where the attention takes none.
 
     Attributes:
         block: The block that it holds, the null block while it holds none.
     """
 
-    def __init__(self, allocator: BlockAllocator, *, block_size: int, max_blocks: int) -> None:
+    def __init__(self, allocator: BlockAllocator, *, block_size: int, max_blocks: int | None) -> None:
         self.block = NULL_BLOCK
         self._allocator = allocator
         self._block_size = block_size
@@ -46,13 +48,15 @@ class PaddingRequest:
         if blocks is None:
             return None
         self.block = blocks[0]
-        arrays = {
+        arrays: dict[str, npt.NDArray[Any]] = {
             "rows": np.array([PADDING_ROW]),
             "positions": np.zeros(1, dtype=np.int64),
             "slots": np.array([self.block * self._block_size]),
-            "block_tables": np.array([[self.block] + [NULL_BLOCK] * (self._max_blocks - 1)], dtype=np.int32),
-            "seq_lens": np.ones(1, dtype=np.int32),
         }
+        if self._max_blocks is not None:
+            arrays["block_tables"] = np.full((1, self._max_blocks), NULL_BLOCK, dtype=np.int32)
+            arrays["block_tables"][0, 0] = self.block
+            arrays["seq_lens"] = np.ones(1, dtype=np.int32)
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def release(self, *, draft_len: int) -> None:

@@ -84,7 +84,7 @@ def build_engine(
         config,
         max_positions=model.max_positions,
         device_type=device.type,
-        plans=attention.kind != "torch",
+        plans=attention.plans_decode,
     )
     per_block = {
         "block_size": config.block_size,
