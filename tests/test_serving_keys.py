@@ -1,0 +1,96 @@
+"""Every key that the serving loop can look up is captured, or in the set that was declared eager."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from breakgraph.graph_key import GraphKey
+from breakgraph.serving import LLM, SamplingParams
+from breakgraph.serving.config import SamplingPaths
+from breakgraph.serving.engine import Engine
+from breakgraph.serving.kv_cache import blocks_for
+from breakgraph.serving.requests import Request
+from breakgraph.serving.scheduler import DecodeBatch
+from breakgraph.statistics import Reason
+from tests.serving_reference import tiny_model
+
+MOST, LONGEST, BLOCK = 11, 64, 4
+ROOM = MOST * blocks_for(LONGEST, block_size=BLOCK) + 2
+
+
+@pytest.fixture(scope="module")
+def engines() -> dict[SamplingPaths, Engine]:
+    """One engine for each choice of sampling paths; with 11 requests at most, buckets are 1, 2, 4, 8 and 11."""
+    model = tiny_model()
+    options: dict[str, Any] = {"max_batch_size": MOST, "max_seq_len": LONGEST, "block_size": BLOCK, "num_blocks": ROOM}
+    return {
+        paths: LLM(model, sampling=paths, contexts=[16], prefill_sizes=[8], verify="never", **options).engine
+        for paths in SamplingPaths
+    }
+
+
+def looked_up(engine: Engine, batch: DecodeBatch) -> tuple[GraphKey, str]:
+    """The key that a batch is looked up by, and the name of the reason for an eager step, or "" for a replay."""
+    runner = engine.decode.runner
+    keys: list[GraphKey] = []
+
+    def prepare(inputs: object, *, key: GraphKey, live: object) -> Any:
+        keys.append(key)
+        return type(runner).prepare(runner, inputs, key=key, live=live)  # type: ignore[arg-type]
+
+    runner.prepare = prepare  # type: ignore[method-assign, assignment]
+    try:
+        before = runner.statistics.eager.copy()
+        engine.decode.launch(batch).wait()
+    finally:
+        del runner.prepare
+    return keys[0], next(iter(runner.statistics.eager - before), "")
+
+
+def batch_of(lengths: list[int], *, sampled: list[bool]) -> DecodeBatch:
+    """Requests with blocks of their own."""
+    requests, free = [], itertools.count(1)
+    for row, (length, samples) in enumerate(zip(lengths, sampled, strict=True), start=1):
+        params = SamplingParams(temperature=1.0 if samples else 0.0)
+        request = Request(prompt_ids=(1,) * (length - 1), params=params, seed=row, max_new_tokens=1)
+        request.row = row
+        request.blocks = list(itertools.islice(free, blocks_for(length, block_size=BLOCK)))
+        requests.append(request)
+    return DecodeBatch(tuple(requests), tuple(lengths))
+
+
+@settings(max_examples=120, deadline=None)
+@given(data=st.data(), paths=st.sampled_from(SamplingPaths), size=st.integers(1, MOST))
+def test_every_key_of_the_loop_is_captured_or_declared_eager(
+    engines: dict[SamplingPaths, Engine], data: st.DataObject, paths: SamplingPaths, size: int
+) -> None:
+    """FAULT-R3, REQ-A4: any batch size, length and mix of greedy and sampled requests; eager are sampled ones without a path."""
+    engine = engines[paths]
+    lengths = data.draw(st.lists(st.integers(2, LONGEST), min_size=size, max_size=size))
+    sampled = data.draw(st.lists(st.booleans(), min_size=size, max_size=size))
+    key, reason = looked_up(engine, batch_of(lengths, sampled=sampled))
+    context = 16 if max(lengths) <= 16 else LONGEST
+    greedy = paths is not SamplingPaths.SAMPLED and not any(sampled)
+    assert key == GraphKey(size, is_all_greedy_sample=greedy, extra=(("context", context),))
+    declared_eager = paths is SamplingPaths.GREEDY and any(sampled)
+    assert reason == (Reason.NO_GRAPH.name if declared_eager else "")
+
+
+def test_all_batch_sizes_and_variants_replay(engines: dict[SamplingPaths, Engine]) -> None:
+    """FAULT-R3, REQ-C1, REQ-C2: every size, greedy or not, in each context, replays the smallest bucket that holds it."""
+    engine = engines[SamplingPaths.BOTH]
+    replays = engine.decode.runner.statistics.replays_by_key
+    for size, sampled, length in itertools.product(range(1, MOST + 1), (False, True), (5, 40)):
+        before = replays.copy()
+        _, reason = looked_up(engine, batch_of([length] * size, sampled=[sampled] * size))
+        assert not reason
+        (key,) = replays - before
+        assert isinstance(key, GraphKey)
+        assert key.batch_size == next(bucket for bucket in (1, 2, 4, 8, 11) if bucket >= size)
+        assert (key.is_all_greedy_sample, dict(key.extra)["context"]) == (not sampled, 16 if length == 5 else LONGEST)
+    assert engine.decode.padding_block != 0
