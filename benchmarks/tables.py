@@ -214,9 +214,116 @@ def runner_cost() -> str:
     )
 
 
+def decode_period() -> str:
+    """Decode steps that follow each other."""
+    return _table(
+        (
+            "model",
+            "batch",
+            "bare replay, us",
+            "decode step, us",
+            "ratio",
+            "of it host at work, us",
+            "of that planning, us",
+            "eager step, us",
+            "tokens/s, graphs",
+            "tokens/s, eager",
+        ),
+        (
+            (
+                shape,
+                case["batch"],
+                round(case["bare_us"]["median"]),
+                round(case["period_us"]["median"]),
+                f"{case['ratio']:.3f}",
+                round(sum(us for name, us in case["host_us"].items() if name != "wait")),
+                round(case["host_us"]["plan"]),
+                round(case["eager"]["period_us"]["median"]),
+                round(case["tokens_per_s"]),
+                round(case["eager"]["tokens_per_s"]),
+            )
+            for shape, row in _read("decode_period_h200.json")["shapes"].items()
+            for case in row["cases"]
+        ),
+    )
+
+
+def start_up() -> str:
+    """Start-up of the whole default ladder of decode."""
+    return _table(
+        (
+            "model",
+            "verified",
+            "graphs",
+            "dropped",
+            "whole, s",
+            "warm-up, s",
+            "capture, s",
+            "instantiate, s",
+            "verify, s",
+            "ms a graph",
+            "pool, MiB",
+            "executables, MiB",
+            "attention states, MiB",
+        ),
+        (
+            (
+                shape,
+                {"first": "yes", "never": "no"}[row["verify"]]
+                + (", first of the process" if row["first_of_the_process"] else ""),
+                row["graphs"],
+                len(row["dropped"]),
+                f"{row['seconds']:.1f}",
+                *(
+                    f"{row['ms'][phase]['total'] / 1000:.1f}"
+                    for phase in ("warm-up", "capture", "instantiate", "verify")
+                ),
+                round(1000 * row["seconds"] / row["graphs"]),
+                round(row["pool_mib"]),
+                round(row["executable_mib"]["total"]),
+                round(row["attention_state_mib"]["total"]),
+            )
+            for shape, rows in _read("start_up_h200.json")["shapes"].items()
+            for row in rows
+        ),
+    )
+
+
+def continuous_batching() -> str:
+    """Whole requests, the engine and transformers."""
+    return _table(
+        ("model", "batch", "breakgraph, tokens/s", "transformers", "tokens/s", "ours to it"),
+        (
+            (
+                shape,
+                case["batch"],
+                round(case["breakgraph"]["tokens_per_s"]),
+                variant,
+                *(("failed", "") if "error" in figures else (round(figures["tokens_per_s"]), figures["ours_to_it"])),
+            )
+            for shape, row in _read("continuous_batching_h200.json")["shapes"].items()
+            for case in row["cases"]
+            for variant, figures in case["transformers"].items()
+        ),
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
-    for function in (prefill, decode, engine, captures, summary, real_weights, replay_cost, capture_cost, runner_cost)
+    for function in (
+        prefill,
+        decode,
+        engine,
+        captures,
+        summary,
+        real_weights,
+        replay_cost,
+        capture_cost,
+        runner_cost,
+        decode_period,
+        start_up,
+        continuous_batching,
+    )
 }
 
 
