@@ -20,7 +20,8 @@ from breakgraph.gates import Gate, Refusal
 from breakgraph.graph_key import GraphKey, SampleType, UnequalRequests, num_tokens
 from breakgraph.padding_dummies import DummyProvider, PaddingDummies
 from breakgraph.policy import CheckAddresses, Fallback, Policy, Verify
-from breakgraph.ranks import Agreed, RankAgreement, Vote, digest
+from breakgraph.rank_votes import Agreed, Vote, digest
+from breakgraph.ranks import RankAgreement
 from breakgraph.runner import GraphRunner
 from breakgraph.static_buffers import Extent, StaticInput
 from breakgraph.statistics import Reason
@@ -66,7 +67,7 @@ class DecodeRunner(GraphRunner[GraphKey]):
         memory_budget: Most bytes that the graphs may take, of pool, executables and bridges: a key that does not fit is
             dropped with its reason, and smaller ones are still tried. None: no limit.
         progress: Called after each key of each phase of a capture.
-        ranks: How the ranks of a model stay on one path; every rank prepares every step, an idle one with
+        ranks: How the ranks of a model stay on one path; every rank prepares every step, in one order, an idle one with
             `GraphKey(0)` and inputs without rows. None: there is one rank.
         enabled: False: every step runs eagerly and nothing is captured.
 
@@ -106,7 +107,8 @@ class DecodeRunner(GraphRunner[GraphKey]):
         self.buckets = checked_buckets(buckets)
         self._beam_width = beam_width
         inputs = list(inputs)
-        self._dummies = PaddingDummies(dummies, inputs=inputs)
+        self._together: dict[tuple[int, ...], GraphKey | Refusal] = {}
+        self._dummies = PaddingDummies(dummies, inputs=inputs, beam_width=beam_width)
         keys = [GraphKey(size) for size in buckets.sizes] if keys is None else list(keys)
         _refuse_odd_sizes(keys, buckets)
         super().__init__(
@@ -166,19 +168,40 @@ class DecodeRunner(GraphRunner[GraphKey]):
             StaticInputError: An input differs from its declaration.
             NoGraphError: No graph can be used, with `fallback="error"`.
         """
+        refusal = None if opt_out is None else Refusal.of(Reason.OPT_OUT, opt_out)
+        try:
+            extent = self._real_extent(key, tokens)
+        except Exception:
+            self._router.fail()
+            raise
+        if isinstance(key, UnequalRequests):
+            refusal = refusal or Refusal.of(Reason.UNEQUAL_REQUESTS, key.detail)
+            key = key.variant
+        return self._prepare(inputs, key=key, extent=extent, live=live, refusal=refusal)
+
+    def _real_extent(self, key: GraphKey | UnequalRequests, tokens: int | None) -> Extent:
         if not isinstance(key, GraphKey | UnequalRequests):
             raise ConfigError(
                 f"key is {key!r}; expected a GraphKey or what GraphKey.for_batch returned.",
                 why="It says how many requests the step has and which graph may serve it.",
                 fix="Pass key=GraphKey(batch_size).",
             )
-        if isinstance(key, UnequalRequests):
-            extent = Extent(key.batch_size if tokens is None else tokens, key.batch_size)
-            unequal = Refusal.of(Reason.UNEQUAL_REQUESTS, key.detail)
-            refusal: Refusal | None = unequal if opt_out is None else Refusal.of(Reason.OPT_OUT, opt_out)
-            return self._prepare(inputs, key=key.variant, extent=extent, live=live, refusal=refusal)
-        refusal = None if opt_out is None else Refusal.of(Reason.OPT_OUT, opt_out)
-        return self._prepare(inputs, key=key, extent=self._extent(key), live=live, refusal=refusal)
+        if isinstance(key, GraphKey):
+            extent = self._extent(key)
+            if tokens is not None and tokens != extent.tokens:
+                raise ConfigError(
+                    f"tokens={tokens!r} with {key}, which has {extent.tokens} tokens.",
+                    why="The tokens of a batch whose requests agree follow from its key.",
+                    fix="Leave tokens= out; or correct the draft length of the key.",
+                )
+            return extent
+        if tokens is not None and (type(tokens) is not int or tokens < 0):
+            raise ConfigError(
+                f"tokens={tokens!r}; expected an integer of 0 or more.",
+                why="It is the number of token rows of a batch whose requests differ.",
+                fix="Pass tokens=sum of the tokens of all requests.",
+            )
+        return Extent(key.batch_size if tokens is None else tokens, key.batch_size)
 
     def run(
         self,
@@ -265,15 +288,19 @@ class DecodeRunner(GraphRunner[GraphKey]):
         if self._dummies.provider is None or key.batch_size == captured.target.key.batch_size:
             return None
         rows = self._dummies.rows(captured.target.key.draft_len)
-        return Refusal.of(Reason.NO_DUMMY) if rows is None else rows
+        return Refusal.of(Reason.NO_DUMMY, self._dummies.missing()) if rows is None else rows
 
     def _after_capture(self) -> None:
-        # While the cache is empty. A draft length whose every batch size has a graph of its own is never padded, but for the
-        # sake of other ranks.
-        for draft_len in sorted({key.draft_len for key in self._graphs.captured}):
-            sizes = {key.batch_size for key in self._graphs.captured if key.draft_len == draft_len}
-            if len(sizes) < max(sizes) or self._policy.ranks is not None:
-                self._dummies.rows(draft_len)
+        # While the cache is empty. A graph whose bucket follows the one below it at once is never padded, but for the sake of
+        # other ranks.
+        together = self._policy.ranks is not None
+        padded = {
+            key.draft_len
+            for key in self._graphs.captured
+            if together or (key.batch_size > 1 and key.batch_size - 1 not in self.buckets.sizes)
+        }
+        for draft_len in sorted(padded):
+            self._dummies.rows(draft_len)
 
     def _vote(self, key: GraphKey) -> Vote:
         return Vote(
@@ -285,7 +312,9 @@ class DecodeRunner(GraphRunner[GraphKey]):
 
     def _coordinates(self, key: GraphKey) -> int:
         apart = {"batch_size", "num_encoder_tokens", *self._may_differ()}
-        return digest(tuple((f.name, getattr(key, f.name)) for f in attrs.fields(GraphKey) if f.name not in apart))
+        fields = ((f.name, getattr(key, f.name)) for f in attrs.fields(GraphKey) if f.name not in apart)
+        # Extents are rounded up, but not from nothing: a graph without cross-attention is another one.
+        return digest((*fields, ("has_encoder", key.num_encoder_tokens > 0)))
 
     def _may_differ(self) -> tuple[str, ...]:
         return () if self._policy.ranks is None else self._policy.ranks.may_differ
@@ -296,10 +325,30 @@ class DecodeRunner(GraphRunner[GraphKey]):
         lengths = [key.draft_len] if key.batch_size else {key.draft_len for key in self._graphs.captured}
         return all(self._dummies.rows(draft_len) is not None for draft_len in lengths)
 
-    def _agreed_key(self, key: GraphKey, agreed: Agreed) -> GraphKey:
-        if not key.batch_size and agreed.size:  # an idle rank goes with the others' variant
-            key = next(other for other in self._graphs.captured if self._coordinates(other) == agreed.coordinates)
+    def _agreed_key(self, key: GraphKey, agreed: Agreed) -> GraphKey | Refusal:
+        if not agreed.size:  # nobody has a request: the graph that was captured last is the smallest, on every rank
+            return next(reversed(self._graphs.captured))
+        at = (self._graphs.version, agreed.size, agreed.extent, agreed.coordinates)
+        if at not in self._together:
+            self._together[at] = self._common_variant(agreed)
+        first = self._together[at]
+        if isinstance(first, Refusal) or not key.batch_size:
+            return first
         return attrs.evolve(key, batch_size=agreed.size, num_encoder_tokens=agreed.extent)
+
+    def _common_variant(self, agreed: Agreed) -> GraphKey | Refusal:
+        """The variant for an idle rank, where all ranks have a graph.
+
+        They may differ in some fields, so each variant may be that of some rank: all have a graph at this size, or none is used.
+        """
+        alike = [other for other in self._graphs.keys if self._coordinates(other) == agreed.coordinates]
+        variants = dict.fromkeys(
+            attrs.evolve(other, batch_size=agreed.size, num_encoder_tokens=agreed.extent) for other in alike
+        )
+        without = [variant for variant in variants if self._round_up(variant) not in self._graphs.captured]
+        if without or not variants:
+            return Refusal.of(Reason.RANK_DISAGREEMENT, f"not every variant has a graph for this size: {without}")
+        return next(iter(variants))
 
 
 def _refuse_odd_sizes(keys: list[GraphKey], buckets: Buckets) -> None:

@@ -91,6 +91,12 @@ class Gates:
 
     def __init__(self, gates: Iterable[Gate], *, override: Iterable[str] = ()) -> None:
         given = tuple(gates)
+        if odd := [gate for gate in given if not isinstance(gate, Gate)]:
+            raise ConfigError(
+                f"gates has {odd}; expected Gates.",
+                why="A refusal is counted under the gate's name.",
+                fix='Wrap a function: Gate("name", function).',
+            )
         left_out = frozenset(override)
         for name in sorted(left_out):
             self._check_override(name, given)
@@ -161,6 +167,12 @@ def _first(gates: tuple[Gate, ...], key: Hashable, live: Mapping[str, object]) -
     for gate in gates:
         detail = gate.check(key, live)
         if detail is not None:
+            if not isinstance(detail, str):
+                raise ConfigError(
+                    f"gate {gate.name!r} returned {detail!r}; expected None or a text.",
+                    why="None lets a graph serve the step; a text refuses it and is what people read.",
+                    fix='Return None, or why not: lambda key, live: "too long" if ... else None.',
+                )
             name = gate.name if gate.reason is Reason.GATE else gate.reason.name
             return Refusal(gate.reason, name, detail)
     return None

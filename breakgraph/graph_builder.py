@@ -12,14 +12,15 @@ import torch
 
 from breakgraph.capture import BreakableCUDAGraph, BreakableCUDAGraphCapture, GraphPool
 from breakgraph.errors import CaptureError, ConfigError
+from breakgraph.input_set import InputSet
 from breakgraph.kept_tensors import kept_since
 from breakgraph.output_arena import OutputArena
 from breakgraph.padding_limit import Times, median_seconds
 from breakgraph.replay_context import eager_step
 from breakgraph.staging import InputStage, Staged
-from breakgraph.static_buffers import Extent, InputSet
+from breakgraph.static_buffers import Extent
 from breakgraph.statistics import KeyReport
-from breakgraph.verification import Compared, StateKeeper, Tolerance, judge, own, same_snapshot, snapshot
+from breakgraph.verification import Compared, StateKeeper, Tolerance, Verdict, judge, own, same_snapshot, snapshot
 from breakgraph.work import CapturedKey, Example, Target, Work, signatures
 
 __all__ = ["GraphBuilder"]
@@ -57,13 +58,15 @@ class GraphBuilder(Generic[K]):
         self.stage = InputStage(inputs)
         self._extent = extent
         self._outputs = OutputArena(inputs.device)
-        # Device-fed tensors are written by the steps themselves, so they are state whether or not it says so.
-        self._keeper = StateKeeper(
-            (*work.state, *inputs.device_fed.values()), generators=work.generators, device=inputs.device
-        )
+        self._keeper = StateKeeper(self.declared_state, generators=work.generators, device=inputs.device)
         self.kept: str | None = None
         backend = "cuda" if inputs.device.type == "cuda" else "emulated"
         self.pool = GraphPool(backend=backend, device=inputs.device)
+
+    @property
+    def declared_state(self) -> tuple[object, ...]:
+        """What a capture and its proof put back; device-fed inputs are written by the steps, so they are state anyway."""
+        return (*self.work.state, *self.inputs.device_fed.values())
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +74,7 @@ class GraphBuilder(Generic[K]):
         return self.pool.backend.pool_bytes() + self.pool.arena.nbytes
 
     def fresh(self) -> GraphBuilder[K]:
-        """Another builder for the same work, with memory and a pool of its own."""
+        """Another one for the same work, with a pool of its own."""
         return GraphBuilder(self.work, inputs=self.inputs, tolerance=self.tolerance, extent=self._extent)
 
     def generators_kept(self) -> AbstractContextManager[None]:
@@ -116,11 +119,10 @@ class GraphBuilder(Generic[K]):
                 generators=self.work.generators,
                 padded_rows=target.extent.tokens,
                 expect_breaks=self.work.expect_breaks,
-                barrier=self.work.barrier,
+                barrier=None if self.work.together is None else self.work.together.barrier,
             )
-            buffers = self.stage.buffers(target.layout)
             with self.work.swapped_in(target.key, example.live), capture:
-                outputs.fill(self.work.forward(**buffers, **example.live))
+                outputs.fill(self.work.forward(**self.stage.buffers(target.layout), **example.live))
         self._refuse_kept(graph, before=before)
         return CapturedKey(target, graph, outputs, example.live, seen, signatures=signatures(example.live))
 
@@ -159,15 +161,14 @@ class GraphBuilder(Generic[K]):
             padded = None
             if part is not None and (other := self._other_plan(captured, part[0])) is not None:
                 part, skipped = None, f"a step of example({smaller}) would be eager: {other}"
+            if self._anyone(part is None):
+                part, skipped = None, skipped or "another rank could not make this step"
             if (other := self._other_plan(captured, example)) is not None:
                 return f"example({target.key}) gives live data of another replay signature than at capture: {other}"
             if part is not None:
                 padded, skipped = self._judge_padded(captured, *part)
-            verdict = judge(
-                self._keeper,
-                replay=partial(self._replay, captured, example, real),
-                eager=partial(self._twin, captured, example, real),
-                tolerance=self.tolerance,
+            verdict = self._judge(
+                partial(self._replay, captured, example, real), partial(self._twin, captured, example, real)
             )
         mismatch = padded if verdict.mismatch is None else verdict.mismatch
         inputs, frozen = captured.seen or ({}, {})
@@ -209,7 +210,7 @@ class GraphBuilder(Generic[K]):
         with torch.no_grad():
             with self.pool.used_by(f"the proof of a step of {captured.target.where}"):
                 pass  # refused here, before the state of a step that is running is saved and put back
-            verdict = judge(self._keeper, replay=replay, eager=eager, tolerance=self.tolerance)
+            verdict = self._judge(replay, eager)
             return (replay() if verdict.mismatch is None else eager()), verdict.mismatch
 
     def replay(self, captured: CapturedKey[K], *, live: Mapping[str, Any], real: Extent, staged: Staged) -> Any:
@@ -278,7 +279,7 @@ class GraphBuilder(Generic[K]):
             return self.work.forward(**inputs, **live)
 
     def plan(self, key: K, live: Mapping[str, Any], *, padded_rows: int) -> None:
-        """Do the caller's host work of a step.
+        """Do the caller's host work of a step: see `Work.plan`.
 
         Args:
             key: Key of the graph; of an eager step, the key before rounding.
@@ -299,6 +300,14 @@ class GraphBuilder(Generic[K]):
         self.stage.commit(staged)
         for hook in self.work.hooks:
             hook(target.key, live)
+
+    def _judge(self, replay: Callable[[], Any], eager: Callable[[], Any], compared: Compared = Compared.ALL) -> Verdict:
+        tolerance, anyone = self.tolerance, self._anyone
+        return judge(self._keeper, replay=replay, eager=eager, tolerance=tolerance, compared=compared, anyone=anyone)
+
+    def _anyone(self, flag: bool) -> bool:
+        """Whether a flag is set on any rank; alone, this one's."""
+        return flag if self.work.together is None else self.work.together.anyone(flag)
 
     def _example(self, key: K) -> tuple[Example, Extent]:
         """A new example and its real sizes, checked."""
@@ -356,9 +365,7 @@ class GraphBuilder(Generic[K]):
         self.pool.backend.poison_unwritten()
         replay, eager = (partial(run, captured, example, real) for run in (self._replay, self._twin))
         try:
-            verdict = judge(
-                self._keeper, replay=replay, eager=eager, tolerance=self.tolerance, compared=Compared.RESULT
-            )
+            verdict = self._judge(replay, eager, compared=Compared.RESULT)
         except Exception as error:
             try:
                 self._keeper.outcome(eager, compared=Compared.RESULT)

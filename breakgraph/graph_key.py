@@ -9,15 +9,20 @@ from __future__ import annotations
 import enum
 import itertools
 import numbers
+import operator
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 
 from breakgraph.errors import ConfigError
 
 __all__ = ["Extra", "GraphKey", "PrefillKey", "SampleType", "UnequalRequests", "cached_tokens", "num_tokens"]
+
+_COUNTS = ("batch_size", "draft_len", "num_contexts", "context_query_len", "num_encoder_tokens")
+_FLAGS = ("short_seq_len_mode", "is_all_greedy_sample", "use_lora_graph")
 
 Extra = tuple[tuple[str, Hashable], ...]
 """What a user's own model adds to a key: pairs of a name and a hashable value."""
@@ -37,8 +42,11 @@ def _extra(pairs: Extra) -> Extra:
     if pairs == ():
         return ()
     try:
-        hash(tuple(pairs))
+        pairs = tuple(pairs)
+        hash(pairs)
         names = [name for name, _ in pairs]
+        if not all(isinstance(name, str) and isinstance(pair, tuple) for name, pair in zip(names, pairs, strict=True)):
+            raise TypeError("a pair is a tuple, a name is a string")
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"extra is {pairs!r}; expected pairs of a name and a hashable value ({error}).",
@@ -58,7 +66,7 @@ def _extra_order(pair: tuple[str, Hashable]) -> str:
     return pair[0]
 
 
-@attrs.frozen(order=True, cache_hash=True)
+@attrs.frozen(order=True, cache_hash=True, repr=False)
 class GraphKey:
     """Coordinates of a decode graph.
 
@@ -101,12 +109,19 @@ class GraphKey:
             and self.draft_len >= 0
             and self.context_query_len >= 0
             and self.num_encoder_tokens >= 0
+            and type(self.short_seq_len_mode) is type(self.is_all_greedy_sample) is type(self.use_lora_graph) is bool
         ):
             self._check_counts()
+            self._plain_values()
+
+    def __repr__(self) -> str:
+        # Only what is not at its default: keys are read in logs.
+        others = ((f.name, getattr(self, f.name), f.default) for f in attrs.fields(GraphKey) if f.name != "batch_size")
+        told = [f"{name}={value}" for name, value, default in others if value != default]
+        return f"GraphKey({', '.join([str(self.batch_size), *told])})"
 
     def _check_counts(self) -> None:
-        names = ("batch_size", "draft_len", "num_contexts", "context_query_len", "num_encoder_tokens")
-        counts = {name: getattr(self, name) for name in names}
+        counts = {name: getattr(self, name) for name in _COUNTS}
         fault = ""
         if not all(isinstance(count, numbers.Integral) for count in counts.values()):
             fault = "a count that is no integer"
@@ -120,6 +135,20 @@ class GraphKey:
                 why="The counts of a graph key are numbers of rows and tokens.",
                 fix="Build the key from the batch with GraphKey.for_batch.",
             )
+
+    def _plain_values(self) -> None:
+        """Take numpy's integers and flags as Python's: a key is compared by its text between ranks."""
+        for name in _COUNTS:
+            object.__setattr__(self, name, operator.index(getattr(self, name)))
+        for name in _FLAGS:
+            flag = getattr(self, name)
+            if not isinstance(flag, bool | np.bool_):
+                raise ConfigError(
+                    f"GraphKey({name}={flag!r}); expected True or False.",
+                    why="It chooses between two graphs.",
+                    fix=f"Pass {name}=bool(...).",
+                )
+            object.__setattr__(self, name, bool(flag))
 
     @classmethod
     def for_batch(
@@ -172,8 +201,8 @@ class GraphKey:
         variant = cls(
             requests,
             draft_len=max(draft_lens, default=0),
-            short_seq_len_mode=short_threshold is not None and max(seq_lens, default=0) <= short_threshold,
-            is_all_greedy_sample=bool(greedy) and all(greedy),
+            short_seq_len_mode=short_threshold is not None and bool(max(seq_lens, default=0) <= short_threshold),
+            is_all_greedy_sample=len(greedy) > 0 and all(greedy),
             sample_type=sample_type,
             num_contexts=contexts,
             context_query_len=max(context_query_lens, default=0),
@@ -184,7 +213,8 @@ class GraphKey:
         )
         for what, lengths in (("draft lengths", draft_lens), ("context lengths", context_query_lens)):
             if len(set(lengths)) > 1:
-                return UnequalRequests(requests, detail=f"{what} differ: {sorted(set(lengths))}", variant=variant)
+                lengths = sorted({int(length) for length in lengths})
+                return UnequalRequests(requests, detail=f"{what} differ: {lengths}", variant=variant)
         return variant
 
     @classmethod
@@ -209,6 +239,13 @@ class GraphKey:
                 f"GraphKey has no field {unknown}; it has {sorted(known)}.",
                 why="The variants to capture are the product of values of its fields.",
                 fix="Put a coordinate of your own model into extra.",
+            )
+        single = {name: values for name, values in variants.items() if not isinstance(values, Iterable)}
+        if single:
+            raise ConfigError(
+                f"GraphKey.product() got {single}; expected the values that each field takes.",
+                why="Every combination of them is captured.",
+                fix="Pass a tuple, such as draft_len=(0, 3).",
             )
         rows = itertools.product(batch_sizes, itertools.product(*variants.values()))
         named = ((size, dict(zip(variants, values, strict=True))) for size, values in rows)

@@ -14,11 +14,13 @@ from breakgraph.errors import CaptureError
 from breakgraph.graph_builder import GraphBuilder
 from breakgraph.padding_limit import Times
 from breakgraph.policy import Policy, Verify
+from breakgraph.rank_votes import digest
 from breakgraph.staging import Layout
 from breakgraph.static_buffers import Extent
 from breakgraph.statistics import CapturePhase, KeyReport, RunnerStatistics
 from breakgraph.step import NOTHING
 from breakgraph.work import CapturedKey, Target
+from breakgraph.written_buffers import versions, written_since
 
 __all__ = ["GraphSet", "KeyRules"]
 
@@ -63,6 +65,7 @@ class GraphSet(Generic[K]):
         captured: The published graphs.
         dropped: Keys without a graph, and why.
         watch: Addresses at capture; None before the first.
+        version: Changes whenever a graph is published or taken out of service.
     """
 
     def __init__(
@@ -75,29 +78,32 @@ class GraphSet(Generic[K]):
         statistics: RunnerStatistics,
     ) -> None:
         self.builder = builder
-        self.keys = dict.fromkeys(sorted(keys, key=rules.size, reverse=True))
+        # Equal sizes by a number that is the same in every process, so that ranks whose keys come from sets capture in one order.
+        self.keys = dict.fromkeys(sorted(keys, key=lambda key: (rules.size(key), digest(key)), reverse=True))
         self.captured: dict[K, CapturedKey[K]] = {}
         self.dropped: dict[K, str] = {}
         self.watch: AddressWatch | None = None
+        self.version = 0
         self._rules = rules
         self._policy = policy
         self._statistics = statistics
 
     def capture(self) -> None:
         """Run every key without a graph eagerly, then capture, prove and publish each; see `GraphRunner.capture`."""
-        layouts = {key: Layout(self.builder.inputs, self._rules.extent(key)) for key in self.keys}
-        self.builder.stage.reserve(layouts.values())
-        if self.watch is not None:
-            self.watch.check()
         wanted = [key for key in self.keys if key not in self.captured]
         names = [self._rules.name(key) for key in wanted]
+        ranks = self._policy.ranks
+        if ranks is not None:
+            ranks.same_start(dict(zip(wanted, names, strict=True)), options=self._policy.of_all_ranks())
+        layouts = {key: Layout(self.builder.inputs, self._rules.extent(key)) for key in self.keys}
+        self._begin(layouts.values())
         _LOG.info("capturing %d graphs, in two passes: %s", len(wanted), names)
         targets = {
             key: Target(key, name, self._rules.extent(key), layouts[key])
             for key, name in zip(wanted, names, strict=True)
         }
         made: dict[K, CapturedKey[K]] = {}
-        ranks = self._policy.ranks
+        before = versions(self._policy.modules)
 
         def capture(key: K) -> None:
             watch = self._watched()
@@ -115,8 +121,6 @@ class GraphSet(Generic[K]):
                 if self.watch is not None:
                     self.watch.note_live(key, {})
 
-        if ranks is not None:
-            ranks.same_keys(wanted)
         self.dropped = two_passes(
             wanted,
             work=KeyWork(
@@ -131,12 +135,38 @@ class GraphSet(Generic[K]):
             progress=self._policy.progress,
         )
         self._split_phases()
+        if written := written_since(before, declared=self.builder.declared_state):
+            _LOG.warning(
+                "the capture has changed %s: forward writes them, and they are neither in state= nor device-fed inputs; "
+                "declare them, or every capture leaves them changed and a proof compares runs that begin differently",
+                written,
+            )
         kept = None if self.builder.kept is None else f"capture: the model keeps what a segment of {self.builder.kept}"
         if ranks is not None:
             kept = ranks.outcome(kept)
         if kept is not None:
             _LOG.warning("all graphs are dropped: %s", kept)
             self.withdraw_all(kept)
+
+    def _begin(self, layouts: Iterable[Layout]) -> None:
+        """Allocate the static inputs, and compare addresses with those of an earlier window."""
+        failure: Exception | None = None
+        try:
+            self.builder.stage.reserve(layouts)
+            if self.watch is not None:
+                self.watch.check()
+        except Exception as error:
+            failure = error
+        if (ranks := self._policy.ranks) is not None:
+            told = ranks.outcome(None if failure is None else f"{type(failure).__name__}: {failure}")
+            if failure is None and told is not None:
+                raise CaptureError(
+                    f"the capture did not begin. {told}",
+                    why="Captures are made by all ranks or by none.",
+                    fix="See what that rank says.",
+                )
+        if failure is not None:
+            raise failure
 
     def withdraw_all(self, reason: str) -> None:
         """Give every graph back and keep the reason for each key.
@@ -157,6 +187,7 @@ class GraphSet(Generic[K]):
         """
         _LOG.warning("%s is dropped: %s", captured.target.where, reason)
         self.captured.pop(captured.target.key, None)
+        self.version += 1
         self.dropped[captured.target.key] = reason
         captured.graph.reset()
 
@@ -178,6 +209,7 @@ class GraphSet(Generic[K]):
         for captured in self.captured.values():
             captured.graph.reset()
         self.captured.clear()
+        self.version += 1
         self.dropped.clear()
         self.watch = None
         self.builder = self.builder.fresh()
@@ -206,7 +238,7 @@ class GraphSet(Generic[K]):
             raise CaptureError(
                 f"{target.where} needs {_size(after - before)}, and the graphs would take {_size(after)} of a budget of "
                 f"{_size(budget)}.",
-                why="What graphs take is missing for KV blocks and activations.",
+                why="Memory of graphs is not there for KV blocks and activations.",
                 fix="Raise memory_budget, or declare fewer or smaller buckets.",
             )
         return captured
@@ -225,6 +257,7 @@ class GraphSet(Generic[K]):
     def _publish(self, key: K, captured: CapturedKey[K]) -> None:
         captured.live, captured.seen = NOTHING, None
         self.captured[key] = captured
+        self.version += 1
 
     def _prove(self, captured: CapturedKey[K]) -> None:
         key, rules = captured.target.key, self._rules

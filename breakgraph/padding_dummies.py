@@ -6,20 +6,22 @@ it back. `JoinedDummies` makes one provider of several, for a request whose stat
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Protocol
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Protocol, runtime_checkable
 
 import torch
 
-from breakgraph.errors import ConfigError
-from breakgraph.static_buffers import StaticInput
+from breakgraph.errors import ConfigError, add_note
+from breakgraph.static_buffers import Axis, StaticInput
 
 __all__ = ["DummyProvider", "JoinedDummies", "PaddingDummies"]
 
 Rows = Mapping[str, torch.Tensor]
 
 
+@runtime_checkable
 class DummyProvider(Protocol):
     """Gives padding requests storage of their own. One dummy per draft length fills all padding rows of a step."""
 
@@ -31,8 +33,9 @@ class DummyProvider(Protocol):
 
         Returns:
             By input name, the rows of the request on the input's symbolic axis (one on a REQUESTS axis,
-            `draft_len + 1` on a TOKENS axis); inputs left out are filled by their padding rule. On the host, for inputs
-            that steps give on the host. None: no storage is free now; nothing was taken.
+            `draft_len + 1` on a TOKENS axis, times the beam width); inputs left out are filled by their padding rule. On
+            the host, for inputs that steps give on the host. All padding rows of a step are copies of this one request.
+            None: no storage is free now; nothing was taken.
         """
         ...
 
@@ -104,17 +107,29 @@ class PaddingDummies:
     Args:
         provider: Where their storage comes from; None: padding rows are filled by the rules of the inputs.
         inputs: The runner's inputs.
+        beam_width: Beams per request.
 
     Attributes:
         turn: Changes whenever requests are given back.
+
+    Raises:
+        ConfigError: The provider has no `allocate` and `release`.
     """
 
-    def __init__(self, provider: DummyProvider | None, *, inputs: Iterable[StaticInput]) -> None:
+    def __init__(self, provider: DummyProvider | None, *, inputs: Iterable[StaticInput], beam_width: int = 1) -> None:
+        if provider is not None and (isinstance(provider, type) or not isinstance(provider, DummyProvider)):
+            raise ConfigError(
+                f"dummies={provider!r}; expected an object with allocate(draft_len=) and release(draft_len=).",
+                why="Padding requests take storage from it and give it back.",
+                fix="Pass an instance of such a class, or leave dummies= out.",
+            )
         self.provider = provider
         self.turn = 0
-        self._names = frozenset(declared.name for declared in inputs if declared.axis is not None)
+        self._inputs = {declared.name: declared for declared in inputs if declared.axis is not None}
+        self._beam_width = beam_width
         self._held: dict[int, Rows] = {}
         self._suspended = False
+        self._lock = threading.RLock()
 
     def rows(self, draft_len: int) -> Rows | None:
         """The rows for a draft length; tried again at every step while there is no storage.
@@ -123,30 +138,67 @@ class PaddingDummies:
             draft_len: Draft tokens of the request.
         """
         rows = self._held.get(draft_len)
-        if rows is None and self.provider is not None and not self._suspended:
-            rows = self.provider.allocate(draft_len=draft_len)
-            if rows is not None:
-                self._held[draft_len] = rows
-                self._check(rows)
-        return rows
+        if rows is not None or self.provider is None:
+            return rows
+        with self._lock:  # two threads may prepare, and one of two requests would never be given back
+            rows = self._held.get(draft_len)
+            if rows is None and not self._suspended:
+                rows = self.provider.allocate(draft_len=draft_len)
+                if rows is not None:
+                    self._check(rows, draft_len)
+                    self._held[draft_len] = rows
+            return rows
 
-    def _check(self, rows: Rows) -> None:
-        odd = {name: value for name, value in rows.items() if name not in self._names or not _is_dense(value)}
-        if odd:
-            self.release()
-            raise ConfigError(
-                f"a padding request has rows for {sorted(odd, key=str)}; expected dense tensors for some of "
-                f"{sorted(self._names)}, the inputs with a symbolic axis.",
-                why="They fill the rows beyond the real requests; others would be left out, silently.",
-                fix="Return {input name: rows} from allocate().",
-            )
+    def missing(self) -> str:
+        """Why there are no rows."""
+        return "padding requests are given back inside suspend_dummies()" if self._suspended else ""
+
+    def _check(self, rows: Rows, draft_len: int) -> None:
+        problem = self._problem(rows, draft_len)
+        if not problem:
+            return
+        error = ConfigError(
+            f"allocate(draft_len={draft_len}) of the padding requests returned {problem}.",
+            why="They fill the rows beyond the real requests; others would be left out or misaligned, silently.",
+            fix="Return {input name: the rows of one request}, for inputs with a symbolic axis; leave the others out.",
+        )
+        assert self.provider is not None
+        try:
+            self.provider.release(draft_len=draft_len)
+        except Exception as second:
+            add_note(error, f"giving it back raised {type(second).__name__}: {second}")
+        raise error
+
+    def _problem(self, given: object, draft_len: int) -> str:
+        if not isinstance(given, Mapping):
+            return f"a {type(given).__name__}; expected a mapping of input names to tensors, or None"
+        for name, value in given.items():
+            declared = self._inputs.get(name)
+            if declared is None:
+                return f"rows for {name!r}; inputs with a symbolic axis are {sorted(self._inputs)}"
+            if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_meta:
+                return f"a {type(value).__name__} for {name!r}; expected a dense tensor"
+            expected = self._rows_of_one(declared, draft_len)
+            if tuple(value.shape) != expected or value.dtype is not declared.dtype:
+                return (
+                    f"shape {tuple(value.shape)}, {value.dtype} for {name!r}; one request has {expected}, {declared.dtype} "
+                    f"there (declared {declared.shape_text})"
+                )
+        return ""
+
+    def _rows_of_one(self, declared: StaticInput, draft_len: int) -> tuple[int, ...]:
+        """The shape of one request's rows; an offset of the axis, such as that of REQUESTS + 1, is no row of its own."""
+        tokens = self._beam_width * (draft_len + 1)
+        of_one = {"TOKENS": tokens, "REQUESTS": 1}
+        return tuple(of_one[length.of] if isinstance(length, Axis) else length for length in declared.shape)
 
     def release(self) -> None:
         """Give every padding request back, once."""
-        self.turn += bool(self._held)  # steps padded with them and not yet launched are refused from here on
-        while self._held and self.provider is not None:
-            draft_len, _ = self._held.popitem()
-            self.provider.release(draft_len=draft_len)
+        with self._lock, ExitStack() as stack:  # all of them, also where one raises
+            self.turn += bool(self._held)  # steps padded with them and not yet launched are refused from here on
+            while self._held and self.provider is not None:
+                draft_len, _ = self._held.popitem()
+                stack.callback(self.provider.release, draft_len=draft_len)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -159,11 +211,12 @@ class PaddingDummies:
         self._suspended = True
         try:
             yield
-        finally:
+        except BaseException:
             self._suspended = before
-        for draft_len in held:  # not after an exception of the caller's: nothing here may take its place
+            for draft_len in held:
+                with suppress(Exception):  # nothing may take the place of the caller's exception
+                    self.rows(draft_len)
+            raise
+        self._suspended = before
+        for draft_len in held:
             self.rows(draft_len)
-
-
-def _is_dense(rows: object) -> bool:
-    return isinstance(rows, torch.Tensor) and rows.layout is torch.strided

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -95,6 +95,15 @@ def _positive(policy: object, field: attrs.Attribute[int | None], value: object)
         )
 
 
+def _is_agreement(policy: object, field: object, value: Any) -> None:
+    if value is not None and not isinstance(value, RankAgreement):
+        raise ConfigError(
+            f"ranks={type(value).__name__}; expected a RankAgreement or None.",
+            why="It is how the ranks of a model stay on one path.",
+            fix="Pass ranks=RankAgreement(RankGroup.create()).",
+        )
+
+
 def _are_modules(policy: object, field: object, value: object) -> None:
     items = [value] if isinstance(value, torch.nn.Module) or not isinstance(value, Iterable) else list(value)
     if isinstance(value, torch.nn.Module) or not all(isinstance(item, torch.nn.Module) for item in items):
@@ -134,5 +143,9 @@ class Policy:
     progress: ProgressReporter | None = None
     memory_budget: int | None = attrs.field(default=None, validator=_positive)
     measure: Measure = attrs.field(default=Measure.CUDA, converter=_measure)
-    ranks: RankAgreement | None = None
+    ranks: RankAgreement | None = attrs.field(default=None, validator=_is_agreement)
     enabled: bool = True
+
+    def of_all_ranks(self) -> Mapping[str, str]:
+        """The options that the ranks of a group must have in common."""
+        return {"verify": self.verify.value, "fallback": self.fallback.value, "measure": self.measure.value}

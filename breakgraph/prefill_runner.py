@@ -15,9 +15,10 @@ from breakgraph.capture_window import ProgressReporter
 from breakgraph.errors import StaticInputError
 from breakgraph.gates import Gate, Refusal
 from breakgraph.graph_key import Extra, PrefillKey
-from breakgraph.padding_limit import least_sizes
+from breakgraph.padding_limit import Times, least_sizes
 from breakgraph.policy import CheckAddresses, Fallback, Measure, Policy, Verify
-from breakgraph.ranks import Agreed, RankAgreement, Vote, digest
+from breakgraph.rank_votes import Agreed, Vote, digest
+from breakgraph.ranks import RankAgreement
 from breakgraph.runner import GraphRunner
 from breakgraph.static_buffers import Extent, StaticInput
 from breakgraph.statistics import Reason
@@ -167,11 +168,15 @@ class PrefillRunner(GraphRunner[PrefillKey]):
             StaticInputError: An input differs from its declaration, or size is below 1.
             NoGraphError: No graph can be used, with `fallback="error"`.
         """
-        if (type(size) is not int or size < 1) and not (size == 0 and self._policy.ranks is not None):
-            size = _checked_size(size)
-        requests = self._inputs.requests(inputs, most=self._max_requests, where="a prefill step")
-        refusal = None if opt_out is None else Refusal.of(Reason.OPT_OUT, opt_out)
-        key, extent = PrefillKey(size, extra), Extent(size, requests)
+        try:
+            if (type(size) is not int or size < 1) and not (size == 0 and self._policy.ranks is not None):
+                size = _checked_size(size)
+            requests = self._inputs.requests(inputs, most=self._max_requests, where="a prefill step")
+            refusal = None if opt_out is None else Refusal.of(Reason.OPT_OUT, opt_out)
+            key, extent = PrefillKey(size, extra), Extent(size, requests)
+        except Exception:
+            self._router.fail()
+            raise
         return self._prepare(inputs, key=key, extent=extent, live=live, refusal=refusal)
 
     def run(
@@ -241,11 +246,16 @@ class PrefillRunner(GraphRunner[PrefillKey]):
     def _can_pad(self, key: PrefillKey) -> bool:
         return True
 
-    def _agreed_key(self, key: PrefillKey, agreed: Agreed) -> PrefillKey:
-        extra = key.extra
-        if not key.tokens and agreed.size:  # an idle rank goes with the others' variant
-            extra = next(other.extra for other in self._graphs.captured if digest(other.extra) == agreed.coordinates)
-        return PrefillKey(agreed.size, extra)
+    def _agreed_key(self, key: PrefillKey, agreed: Agreed) -> PrefillKey | Refusal:
+        captured = self._graphs.captured
+        if not agreed.size:  # nobody has a token: the graph that was captured last is the smallest, on every rank
+            return next(reversed(captured))
+        if key.tokens:
+            return PrefillKey(agreed.size, key.extra)
+        alike = (
+            PrefillKey(agreed.size, other.extra) for other in captured if digest(other.extra) == agreed.coordinates
+        )
+        return next(alike, Refusal.of(Reason.RANK_DISAGREEMENT, "an idle rank has no graph of this variant"))
 
     def _after_capture(self) -> None:
         self._least_size.clear()
@@ -259,11 +269,17 @@ class PrefillRunner(GraphRunner[PrefillKey]):
 
     def _measure_limits(self) -> None:
         captured = self._graphs.captured
-        for extra in {key.extra for key in captured}:
+        for extra in dict.fromkeys(key.extra for key in captured):  # in one order on every rank
+            times: dict[int, Times] = {}
+            failure: str | None = None
             try:
                 times = {key.tokens: self._graphs.times(key) for key in captured if key.extra == extra}
             except Exception as error:  # a limit that was not found is no reason to serve without graphs
-                _LOG.warning("buckets were not measured against eager steps: %s: %s", type(error).__name__, error)
+                failure = f"{type(error).__name__}: {error}"
+            if self._policy.ranks is not None:
+                failure = self._policy.ranks.outcome(failure)
+            if failure is not None:
+                _LOG.warning("buckets were not measured against eager steps: %s", failure)
                 continue
             for tokens, least in least_sizes(times).items():
                 key = PrefillKey(tokens, extra)

@@ -1,4 +1,4 @@
-"""Ranks that must take the same path: votes before each step, and captures that succeed everywhere or nowhere.
+"""How ranks stay on one path: a vote before each step, and captures that succeed everywhere or nowhere.
 
 With data-parallel attention every rank has a batch of its own, and they meet in collectives of the model (experts,
 logits). A rank that replays 8 padded rows beside one that runs 5 rows eagerly would give the collectives other shapes, or
@@ -8,25 +8,21 @@ bucket.
 
 from __future__ import annotations
 
+import contextlib
 import enum
-import hashlib
-from collections.abc import Callable, Hashable, Sequence
-from datetime import timedelta
-from functools import cache
-from typing import NoReturn
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import attrs
-import torch
-import torch.distributed as dist
 
 from breakgraph.errors import CaptureError, ConfigError, RankError
 from breakgraph.gates import Refusal
+from breakgraph.graph_key import GraphKey
+from breakgraph.rank_group import WHY_TOGETHER, RankGroup
+from breakgraph.rank_votes import Agreed, Standing, Vote, decide, digest, ranks_text
 from breakgraph.statistics import Reason
 
-__all__ = ["Agreed", "RankAgreement", "RankGroup", "Standing", "Vote", "digest"]
-
-_WIDTH = 8
-_WHY_TOGETHER = "Ranks meet in collectives of the model, so one that goes another way leaves the others waiting."
+__all__ = ["RankAgreement", "RankGroup"]
 
 
 class _Talk(enum.IntEnum):
@@ -36,159 +32,22 @@ class _Talk(enum.IntEnum):
     CONFIRM = 2
     BARRIER = 3
     OUTCOME = 4
-    VALUE = 5
+    KEYS = 5
+    VALUE = 6
 
 
-class Standing(enum.IntEnum):
-    """What a rank says of its next step."""
-
-    CAN = 0
-    """A graph may serve it."""
-    CANNOT = 1
-    """It must run eagerly."""
-    FAILED = 2
-    """It raised; it will not run."""
-
-
-@attrs.frozen(kw_only=True)
-class Vote:
-    """What one rank says of its next step.
-
-    Attributes:
-        standing: Whether a graph may serve it.
-        size: Requests (decode) or tokens (prefill); 0: the rank is idle.
-        samples: Whether its key has sampling in the graph (`SampleType.FAST`).
-        can_pad: Whether it has what padding rows need.
-        extent: Extent of cross-attention, rounded up like the size.
-        coordinates: Digest of the rest of its key.
-    """
-
-    standing: Standing = Standing.CAN
-    size: int = 0
-    samples: bool = False
-    can_pad: bool = True
-    extent: int = 0
-    coordinates: int = 0
-
-    @property
-    def is_idle(self) -> bool:
-        """An idle rank has no request: it answers FULL (nothing to sample) and goes with any key of the others."""
-        return self.size == 0
+_PLACES = {
+    _Talk.VOTE: "prepare()",
+    _Talk.CONFIRM: "prepare(), after planning",
+    _Talk.BARRIER: "a capture",
+    _Talk.OUTCOME: "capture(), at the end of a phase",
+    _Talk.KEYS: "the beginning of capture()",
+    _Talk.VALUE: "the end of capture()",
+}
 
 
-@attrs.frozen
-class Agreed:
-    """What a group has agreed on.
-
-    Attributes:
-        size: The largest size, which every rank pads to.
-        extent: The largest extent of cross-attention.
-        coordinates: Digest of the rest of the key, 0 where all ranks are idle.
-        votes: By rank.
-    """
-
-    size: int
-    extent: int
-    coordinates: int
-    votes: Sequence[Vote]
-
-    def unpadded(self, padded_size: int) -> Refusal | None:
-        """Why the ranks cannot all pad to a bucket; None where they can.
-
-        Args:
-            padded_size: The bucket of the largest size.
-        """
-        stuck = [rank for rank, vote in enumerate(self.votes) if vote.size != padded_size and not vote.can_pad]
-        if not stuck:
-            return None
-        return Refusal.of(Reason.RANK_DISAGREEMENT, f"ranks {stuck} have no storage for a padding request")
-
-
-@attrs.frozen
-class RankGroup:
-    """Ranks and the one way in which they talk: each gives a few integers and gets everybody's.
-
-    Barriers, votes and outcomes all go through one collective of one shape, and each message says which of them it is.
-    Ranks in different places thus still meet and notice; with `barrier()` beside `all_gather()` they would hang.
-
-    Attributes:
-        group: A process group whose backend can gather CPU tensors (gloo). Its time-out bounds every wait: make it longer than
-            that of the groups that the model's own collectives use, whose failures are reported through this one.
-    """
-
-    group: dist.ProcessGroup
-
-    @classmethod
-    def create(cls, ranks: Sequence[int] | None = None, *, timeout_seconds: float = 20.0) -> RankGroup:
-        """Make a group of its own; every rank of the default group must call it.
-
-        Args:
-            ranks: Global ranks; None: all.
-            timeout_seconds: The longest wait for another rank.
-
-        Raises:
-            ConfigError: `torch.distributed` is not initialised, or this rank is not among `ranks`.
-        """
-        if not dist.is_initialized():
-            raise ConfigError(
-                "RankGroup.create() was called, and torch.distributed is not initialised.",
-                why="The ranks of a group find each other through its default group.",
-                fix="Call torch.distributed.init_process_group(...) first; start the ranks with torchrun.",
-            )
-        group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_seconds), backend="gloo")
-        if not isinstance(group, dist.ProcessGroup):
-            raise ConfigError(
-                f"rank {dist.get_rank()} is not among the ranks {list(ranks or ())} of the group.",
-                why="It would take no part in what they agree on.",
-                fix="Give a RankGroup only to runners of its ranks.",
-            )
-        return cls(group)
-
-    @property
-    def rank(self) -> int:
-        """This rank's place in the group."""
-        return dist.get_rank(self.group)
-
-    @property
-    def size(self) -> int:
-        """Ranks in the group."""
-        return dist.get_world_size(self.group)
-
-    def exchange(self, values: Sequence[int], *, what: str) -> list[list[int]]:
-        """Give integers and get those of every rank. Cost: one gather of 64 bytes a rank, in which the host waits.
-
-        Args:
-            values: At most 8, of 64 bits.
-            what: What for, for messages.
-
-        Returns:
-            By rank.
-
-        Raises:
-            RankError: A rank is gone or did not come within the time-out.
-        """
-        mine = torch.zeros(_WIDTH, dtype=torch.int64)
-        mine[: len(values)] = torch.tensor(values)
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        try:
-            dist.all_gather(everyone, mine, group=self.group)
-        except RuntimeError as error:
-            raise RankError(
-                f"rank {self.rank} of {self.size} waited for the others for {what}, in vain: {error}",
-                why=_WHY_TOGETHER,
-                fix="Look at the ranks that ended or hang; every rank must take part in every capture and every step.",
-            ) from error
-        return [one.tolist() for one in everyone]
-
-    def texts(self, text: str) -> list[str]:
-        """Give a text and get that of every rank; all must be here.
-
-        Args:
-            text: Any length.
-        """
-        everyone: list[str] = [""] * self.size
-        dist.all_gather_object(everyone, text, group=self.group)
-        return everyone
+def _names(value: Iterable[str] | str) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
 
 
 @attrs.frozen
@@ -200,11 +59,32 @@ class RankAgreement:
         pad: Whether unequal sizes pad to the largest; False: they run eagerly. Idle ranks pad in any case.
         may_differ: Fields of the key in which ranks may differ and still replay together, such as "is_all_greedy_sample":
             those that change nothing in the order and shapes of the model's collectives.
+        channel: Which runner of the group talks; a runner gives it to itself.
     """
 
     group: RankGroup
     pad: bool = attrs.field(default=True, kw_only=True)
-    may_differ: tuple[str, ...] = attrs.field(default=(), kw_only=True, converter=tuple)
+    may_differ: tuple[str, ...] = attrs.field(default=(), kw_only=True, converter=_names)
+    channel: int = attrs.field(default=-1, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        known = {field.name for field in attrs.fields(GraphKey)} - {"batch_size", "num_encoder_tokens"}
+        if odd := sorted(set(self.may_differ) - known):
+            raise ConfigError(
+                f"may_differ names {odd}; it can name {sorted(known)}.",
+                why="Ranks that differ in another field of the key must run eagerly; sizes are a matter of pad=.",
+                fix='Pass field names of GraphKey in a tuple, such as may_differ=("is_all_greedy_sample",).',
+            )
+        if not isinstance(self.group, RankGroup):
+            raise ConfigError(
+                f"RankAgreement got a {type(self.group).__name__}; expected a RankGroup.",
+                why="Its ranks talk through one collective with a time-out.",
+                fix="Pass RankGroup.create(), or RankGroup(process_group) for a gloo group of your own.",
+            )
+
+    def bound(self) -> RankAgreement:
+        """The same for one runner, which others of the group cannot be taken for: make runners in one order on all ranks."""
+        return attrs.evolve(self, channel=self.group.channel())
 
     # Steps.
 
@@ -220,15 +100,21 @@ class RankAgreement:
         Raises:
             RankError: A rank has raised, is gone, or is not at a step.
         """
-        talk = self.group.exchange([_Talk.VOTE, *map(int, attrs.astuple(mine))], what="a vote on a step")
-        self._same_talk(talk, _Talk.VOTE)
-        votes = [Vote(standing=Standing(v[1]), size=v[2], samples=bool(v[3]), can_pad=bool(v[4]), extent=v[5],
-                      coordinates=v[6]) for v in talk]  # fmt: skip
-        return decide(votes, pad=self.pad, any_sample_type="sample_type" in self.may_differ)
+        talk = self._exchange(_Talk.VOTE, *mine.values, what="a vote on a step")
+        self._refuse_failed(talk, "before")
+        return decide(
+            [Vote.of(values) for values in talk], pad=self.pad, any_sample_type="sample_type" in self.may_differ
+        )
 
-    def fail(self) -> None:
-        """Tell the others that this rank raised before its step; its own exception is not replaced."""
-        self.group.exchange([_Talk.VOTE, Standing.FAILED], what="a vote on a step")
+    def fail(self, *, planned: bool) -> None:
+        """Tell the others that this rank raised; where they are gone, nothing takes the place of its own exception.
+
+        Args:
+            planned: Whether it has voted already.
+        """
+        kind = _Talk.CONFIRM if planned else _Talk.VOTE
+        with contextlib.suppress(RankError):
+            self._exchange(kind, Standing.FAILED, what="a step")
 
     def confirm(self, ok: bool) -> Refusal | None:
         """Ask whether all ranks can still do what they voted for, after planning.
@@ -238,35 +124,46 @@ class RankAgreement:
 
         Returns:
             Why all run eagerly; None where all can.
+
+        Raises:
+            RankError: A rank has raised while it planned, is gone, or is not there.
         """
-        talk = self.group.exchange([_Talk.CONFIRM, ok], what="the confirmation of a step")
-        self._same_talk(talk, _Talk.CONFIRM)
-        if all(one[1] for one in talk):
+        talk = self._exchange(_Talk.CONFIRM, Standing.CAN if ok else Standing.CANNOT, what="the confirmation of a step")
+        self._refuse_failed(talk, "while planning")
+        ranks = [rank for rank, one in enumerate(talk) if one[0] != Standing.CAN]
+        if not ranks:
             return None
-        ranks = [rank for rank, one in enumerate(talk) if not one[1]]
-        return Refusal.of(Reason.RANK_DISAGREEMENT, f"ranks {ranks} have another plan than their graphs hold")
+        return Refusal.of(Reason.RANK_DISAGREEMENT, f"{ranks_text(ranks)} planned what no graph of the group holds")
 
     # Captures.
 
-    def same_keys(self, keys: Sequence[Hashable]) -> None:
-        """Refuse a capture for which the ranks have different keys, on every rank.
+    def same_start(self, keys: Mapping[Hashable, str], *, options: Mapping[str, object]) -> None:
+        """Refuse a capture for which the ranks have different keys or options, on every rank.
 
         Args:
-            keys: This rank's, in the order of the capture.
+            keys: This rank's keys with their names, in the order of the capture.
+            options: Of its runner, besides those of the agreement: what must be the same for ranks to stay on one path.
 
         Raises:
             CaptureError: They differ.
         """
-        talk = self.group.exchange([_Talk.VALUE, len(keys), digest(tuple(keys))], what="the keys of a capture")
-        self._same_talk(talk, _Talk.VALUE)
-        odd = [rank for rank, one in enumerate(talk) if one != talk[0]]
-        if odd:
-            raise CaptureError(
-                f"ranks {odd} are to capture other keys than rank 0: {[one[1] for one in talk]} keys by rank, of rank "
-                f"{self.group.rank} {list(keys)[:8]}.",
-                why=_WHY_TOGETHER,
-                fix="Give the runners of all ranks the same buckets and variants, and capture them in the same window.",
-            )
+        chosen = {**options, "pad": self.pad, "may_differ": self.may_differ}
+        told = {digest(key): f"key {name}" for key, name in keys.items()}
+        told |= {digest((name, str(value))): f"{name}={value!r}" for name, value in chosen.items()}
+        talk = self._exchange(_Talk.KEYS, digest(tuple(told)), what="the keys of a capture")
+        if all(one == talk[0] for one in talk):
+            return
+        sent = self.group.texts("\n".join(f"{number} {text}" for number, text in told.items()))
+        everyone = [dict(line.split(" ", 1) for line in text.split("\n")) for text in sent]
+        common = set.intersection(*map(set, everyone))
+        own = [[text for number, text in one.items() if number not in common] for one in everyone]
+        apart = "; ".join(f"only rank {rank}: {', '.join(texts)}" for rank, texts in enumerate(own) if texts)
+        raise CaptureError(
+            f"the ranks are to capture different things; {apart or 'the same keys in another order'}.",
+            why=WHY_TOGETHER,
+            fix="Give the runners of all ranks the same buckets, variants and options; clear() all of them where one has lost a "
+            "graph at run time.",
+        )
 
     def barrier(self) -> None:
         """Wait for the others, inside a capture.
@@ -274,15 +171,26 @@ class RankAgreement:
         Raises:
             RankError: Some have ended this capture already, or a rank is gone.
         """
-        talk = self.group.exchange([_Talk.BARRIER], what="a barrier of a capture")
-        ended = [rank for rank, one in enumerate(talk) if one[0] == _Talk.OUTCOME]
+        self.anyone(flag=False)
+
+    def anyone(self, flag: bool) -> bool:
+        """Whether a flag is set on any rank, asked inside a capture where a rank would else take a branch alone.
+
+        Args:
+            flag: This rank's.
+
+        Raises:
+            RankError: Some have ended this capture already, or a rank is gone.
+        """
+        talk = self._exchange(_Talk.BARRIER, flag, what="a barrier of a capture", beside=(_Talk.OUTCOME,))
+        ended = [rank for rank, one in enumerate(talk) if one is None]
         if ended:
             raise RankError(
-                f"rank {self.group.rank} is inside a capture that ranks {ended} have ended.",
-                why=_WHY_TOGETHER,
+                f"rank {self.group.rank} is inside a capture that {ranks_text(ended)} ended.",
+                why=WHY_TOGETHER,
                 fix="Look at the error of these ranks; where they have none, their forward has fewer breaks.",
             )
-        self._same_talk(talk, _Talk.BARRIER)
+        return any(one[0] for one in talk)
 
     def outcome(self, failure: str | None) -> str | None:
         """Compare how a phase of a key ended; ranks that are still inside it notice at their next barrier.
@@ -292,18 +200,22 @@ class RankAgreement:
 
         Returns:
             Which ranks failed and why; None where none did.
+
+        Raises:
+            RankError: A rank is gone or not in a capture.
         """
         while True:
-            talk = self.group.exchange([_Talk.OUTCOME, failure is not None], what="the outcome of a capture")
-            if all(one[0] == _Talk.OUTCOME for one in talk):
+            what = "the outcome of a capture"
+            talk = self._exchange(_Talk.OUTCOME, failure is not None, what=what, beside=(_Talk.BARRIER,))
+            if None not in talk:
                 break
-            if any(one[0] not in (_Talk.OUTCOME, _Talk.BARRIER) for one in talk):
-                self._same_talk(talk, _Talk.OUTCOME)
-        failed = [rank for rank, one in enumerate(talk) if one[1]]
-        if not failed:
+        if not any(one[0] for one in talk):
             return None
-        texts = self.group.texts(failure or "")
-        return "\n".join(f"rank {rank} of {self.group.size}: {texts[rank]}" for rank in failed)
+        by_text: dict[str, list[int]] = {}
+        for rank, text in enumerate(self.group.texts(failure or "")):
+            if text:
+                by_text.setdefault(text, []).append(rank)
+        return "\n".join(f"{ranks_text(ranks)} of {self.group.size}: {text}" for text, ranks in by_text.items())
 
     def largest(self, value: int) -> int:
         """The largest value of all ranks.
@@ -311,67 +223,42 @@ class RankAgreement:
         Args:
             value: This rank's.
         """
-        talk = self.group.exchange([_Talk.VALUE, value], what="a value that all ranks use")
-        self._same_talk(talk, _Talk.VALUE)
-        return max(one[1] for one in talk)
+        talk = self._exchange(_Talk.VALUE, value, what="a value that all ranks use")
+        return max(int(one[0]) for one in talk)
 
-    def _same_talk(self, talk: Sequence[Sequence[int]], kind: _Talk) -> None:
-        if any(one[0] != kind for one in talk):
+    def _exchange(self, kind: _Talk, *values: int, what: str, beside: tuple[_Talk, ...] = ()) -> list[Any]:
+        """Everybody's values; None for a rank that is at one of the places `beside`.
+
+        Raises:
+            RankError: A rank is gone, somewhere else, or at another runner.
+        """
+        talk = self.group.exchange([kind, self.channel, *values], what=what)
+        channels = [one[1] for one in talk]
+        if len(set(channels)) > 1:
+            told = ", ".join(f"rank {rank} at runner {channel}" for rank, channel in enumerate(channels))
+            raise RankError(
+                f"the ranks are at different runners: {told} (counted in the order in which this group's runners were made).",
+                why=WHY_TOGETHER,
+                fix="Make the runners of a group in one order on all ranks, and call them in one order. An idle rank calls the "
+                "runner that the others call.",
+            )
+        if any(one[0] != kind and one[0] not in beside for one in talk):
             self._refuse_talk(talk)
-        failed = [rank for rank, one in enumerate(talk) if kind is _Talk.VOTE and one[1] == Standing.FAILED]
+        return [one[2 : 2 + len(values)] if one[0] == kind else None for one in talk]
+
+    def _refuse_failed(self, talk: Sequence[Sequence[int]], when: str) -> None:
+        failed = [rank for rank, one in enumerate(talk) if one[0] == Standing.FAILED]
         if failed:
             raise RankError(
-                f"ranks {failed} raised before a step that rank {self.group.rank} was to take with them.",
-                why=_WHY_TOGETHER,
+                f"{ranks_text(failed)} raised {when} a step that rank {self.group.rank} was to take with them.",
+                why=WHY_TOGETHER,
                 fix="Look at their errors; no rank has run the step.",
             )
 
     def _refuse_talk(self, talk: Sequence[Sequence[int]]) -> NoReturn:
-        places = {rank: _Talk(one[0]).name.lower() for rank, one in enumerate(talk)}
+        places = ", ".join(f"rank {rank} in {_PLACES[_Talk(one[0])]}" for rank, one in enumerate(talk))
         raise RankError(
             f"the ranks are in different places: {places}.",
-            why=_WHY_TOGETHER,
+            why=WHY_TOGETHER,
             fix="Call capture(), prepare() and the like on every rank, in the same order.",
         )
-
-
-def decide(votes: Sequence[Vote], *, pad: bool, any_sample_type: bool = False) -> Agreed | Refusal:
-    """Work out what a group does from its votes; every rank comes to the same end.
-
-    Args:
-        votes: By rank.
-        pad: Whether unequal sizes pad to the largest.
-        any_sample_type: Whether ranks with and without sampling in their graphs may replay together.
-
-    Returns:
-        What all agree on, or why all run eagerly.
-    """
-    cannot = [rank for rank, vote in enumerate(votes) if vote.standing is not Standing.CAN]
-    if cannot:
-        return Refusal.of(Reason.RANK_DISAGREEMENT, f"ranks {cannot} cannot use a graph for this step")
-    busy = {rank: vote for rank, vote in enumerate(votes) if not vote.is_idle}
-    checks: list[tuple[str, Callable[[Vote], int], bool]] = [
-        ("sizes", lambda vote: vote.size, not pad),
-        ("sampling in the graph", lambda vote: vote.samples, not any_sample_type),
-        ("other coordinates of the key", lambda vote: vote.coordinates, True),
-    ]
-    for what, field, must_agree in checks:
-        by_rank = {rank: int(field(vote)) for rank, vote in busy.items()}
-        if must_agree and len(set(by_rank.values())) > 1:
-            return Refusal.of(Reason.RANK_DISAGREEMENT, f"the ranks differ in {what}: {by_rank}")
-    return Agreed(
-        size=max((vote.size for vote in busy.values()), default=0),
-        extent=max((vote.extent for vote in busy.values()), default=0),
-        coordinates=next((vote.coordinates for vote in busy.values()), 0),
-        votes=votes,
-    )
-
-
-@cache
-def digest(value: Hashable) -> int:
-    """A number of 63 bits, never 0, that is the same for equal values in every process; `hash()` of a string is not.
-
-    Args:
-        value: Something whose `repr` says all of it: numbers, strings, enums, dtypes, tuples, keys of graphs.
-    """
-    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "little") >> 1 | 1

@@ -11,7 +11,7 @@ import torch
 from breakgraph.gates import Gates, Refusal
 from breakgraph.graph_set import GraphSet
 from breakgraph.policy import Policy
-from breakgraph.ranks import Agreed, Standing, Vote
+from breakgraph.rank_votes import Agreed, Standing, Vote, digest
 from breakgraph.statistics import Reason
 from breakgraph.work import CapturedKey
 
@@ -35,7 +35,7 @@ class RouteRules(Generic[K]):
         padding: The rows of one padding request for a step of this graph.
         vote: What this rank says of a step that it can run.
         can_pad: Whether a step of this key could be padded now; of an idle rank, of any key.
-        agreed_key: The key of a step in which every rank pads to the largest one.
+        agreed_key: The key of a step in which every rank pads to the largest one; or why they cannot all have a graph.
     """
 
     name: Callable[[K], str]
@@ -44,7 +44,7 @@ class RouteRules(Generic[K]):
     padding: Callable[[K, CapturedKey[K]], Padding | Refusal]
     vote: Callable[[K], Vote]
     can_pad: Callable[[K], bool]
-    agreed_key: Callable[[K, Agreed], K]
+    agreed_key: Callable[[K, Agreed], K | Refusal]
 
 
 class Router(Generic[K]):
@@ -63,12 +63,11 @@ class Router(Generic[K]):
         self._gates = gates
         self._policy = policy
         self._routes: dict[K, CapturedKey[K]] = {}
-        self._lost: str | None = None
+        self._summary: tuple[int, int, bool] = (-1, 0, False)
 
     def forget(self) -> None:
         """Look every key up again: graphs were captured, or given back."""
         self._routes.clear()
-        self._lost = None
 
     def drop(self, captured: CapturedKey[K], *, reason: str) -> None:
         """Take a graph out of service at run time.
@@ -79,7 +78,6 @@ class Router(Generic[K]):
         """
         self._routes = {key: route for key, route in self._routes.items() if route is not captured}
         self._graphs.drop(captured, reason=reason)
-        self._lost = f"{captured.target.where}: {reason}"
 
     def refusal(self, key: K, live: Mapping[str, Any]) -> Refusal | None:
         """Why this rank would run a step eagerly, were it alone: gates and key; None where a graph may serve.
@@ -117,35 +115,45 @@ class Router(Generic[K]):
             return self._padded(key, self._route(key)) if refusal is None else refusal
         try:
             mine = self._ballot(key, refusal)
-        except BaseException:
-            ranks.fail()
+        except Exception:
+            ranks.fail(planned=False)
             raise
         agreed = ranks.vote(mine)
         if isinstance(agreed, Refusal):
-            return refusal or agreed
-        found = self._route(self._rules.agreed_key(key, agreed))
+            return refusal or attrs.evolve(agreed, detail=f"{agreed.detail}; this rank: {self._rules.name(key)}")
+        together = self._rules.agreed_key(key, agreed)
+        if isinstance(together, Refusal):
+            return together
+        found = self._route(together)
         if not isinstance(found, Refusal):
             stuck = agreed.unpadded(self._rules.vote(found.target.key).size)
             found = found if stuck is None else stuck
         return self._padded(key, found)
 
-    def fail(self) -> None:
-        """Tell the other ranks that this one raised before its step."""
-        if self._policy.ranks is not None:
-            self._policy.ranks.fail()
-
-    def confirmed(self, captured: CapturedKey[K], *, refusal: Refusal | None) -> Refusal | None:
-        """Compare, after planning, whether every rank can still use its graph.
+    def fail(self, *, planned: bool = False) -> None:
+        """Tell the other ranks that this one raised before its step.
 
         Args:
-            captured: The graph; where it holds no plan, there is nothing to compare.
+            planned: Whether it has voted already; then they listen only where steps are confirmed.
+        """
+        ranks = self._policy.ranks
+        if ranks is not None and (not planned or self._confirms):
+            ranks.fail(planned=planned)
+
+    def confirmed(self, *, refusal: Refusal | None) -> Refusal | None:
+        """Compare, after planning, whether every rank can still do what it voted for.
+
+        Args:
             refusal: Why this rank cannot.
 
         Returns:
             Why this rank runs eagerly.
+
+        Raises:
+            RankError: A rank raised while it planned.
         """
         ranks = self._policy.ranks
-        if ranks is None or not captured.signatures:
+        if ranks is None or not self._confirms:
             return refusal
         others = ranks.confirm(refusal is None)
         return others if refusal is None else refusal
@@ -197,8 +205,6 @@ class Router(Generic[K]):
 
     def _known(self, key: K) -> object | Refusal:
         """What `_route` says of a key, but for the cost, which is the group's: that of its largest size."""
-        if self._lost is not None:  # only this rank knows of it, so it says so at every step
-            return Refusal.of(Reason.DROPPED, self._lost)
         if not self._rules.vote(key).is_idle:
             return self._find(key)
         return self._graphs.captured or Refusal.of(Reason.NOT_CAPTURED_YET)
@@ -206,4 +212,18 @@ class Router(Generic[K]):
     def _ballot(self, key: K, refusal: Refusal | None) -> Vote:
         if refusal is not None:
             return Vote(standing=Standing.CANNOT)
-        return attrs.evolve(self._rules.vote(key), can_pad=self._rules.can_pad(key))
+        return attrs.evolve(self._rules.vote(key), can_pad=self._rules.can_pad(key), graphs=self._summarised()[1])
+
+    @property
+    def _confirms(self) -> bool:
+        """Whether planning can fail, or find another plan, on one rank alone: the same on all ranks of a runner."""
+        return self._graphs.builder.work.plan is not None or self._summarised()[2]
+
+    def _summarised(self) -> tuple[int, int, bool]:
+        """Version of the graphs, a digest of their keys, and whether one of them holds a plan."""
+        graphs = self._graphs
+        if self._summary[0] != graphs.version:
+            keys = tuple(sorted(digest(key) for key in graphs.captured))
+            planned = any(captured.signatures for captured in graphs.captured.values())
+            self._summary = (graphs.version, digest(keys), planned)
+        return self._summary

@@ -18,14 +18,15 @@ import torch
 
 from breakgraph.capture import BreakableCUDAGraph, GraphPool
 from breakgraph.capture_window import CaptureWindow
-from breakgraph.errors import ConcurrentReplayError
+from breakgraph.errors import ConcurrentReplayError, ConfigError
 from breakgraph.gates import Gates, Refusal
 from breakgraph.graph_builder import GraphBuilder
 from breakgraph.graph_set import GraphSet, KeyRules
+from breakgraph.input_set import InputSet
 from breakgraph.policy import CheckAddresses, Fallback, Policy, Verify
-from breakgraph.ranks import Agreed, Vote
+from breakgraph.rank_votes import Agreed, Vote
 from breakgraph.routing import Router, RouteRules
-from breakgraph.static_buffers import Extent, InputSet, StaticInput
+from breakgraph.static_buffers import Extent, StaticInput
 from breakgraph.statistics import Reason, RunnerStatistics
 from breakgraph.step import LiveNames, Prepared, Result
 from breakgraph.verification import own
@@ -54,14 +55,15 @@ class GraphRunner(abc.ABC, Generic[K]):
     ) -> None:
         device = torch.empty(0, device=device).device  # with its index, so that it can be compared
         self.statistics = RunnerStatistics()
-        self._policy = policy
         self._inputs = InputSet(inputs, device=device)
         self._live_names = LiveNames.of(work.forward, inputs=[declared.name for declared in self._inputs.all])
         self._gates = Gates(policy.gates, override=policy.override)
         self._window = CaptureWindow()
         self._launching = threading.Lock()
         if policy.ranks is not None:
-            work = attrs.evolve(work, barrier=policy.ranks.barrier)
+            policy = attrs.evolve(policy, ranks=policy.ranks.bound())
+            work = attrs.evolve(work, together=policy.ranks)
+        self._policy = policy
         self._graphs = GraphSet(
             GraphBuilder(work, inputs=self._inputs, tolerance=policy.tolerance, extent=self._extent_of_example),
             keys=keys,
@@ -133,8 +135,8 @@ class GraphRunner(abc.ABC, Generic[K]):
         """Whether a step of this key could be padded now; of an idle rank, of any key."""
 
     @abc.abstractmethod
-    def _agreed_key(self, key: K, agreed: Agreed) -> K:
-        """The key of a step in which every rank pads to the largest one."""
+    def _agreed_key(self, key: K, agreed: Agreed) -> K | Refusal:
+        """The key of a step in which every rank pads to the largest one; or why they cannot all have a graph."""
 
     def _padding_turn(self) -> int:
         """Changes whenever padding requests are given back."""
@@ -233,32 +235,41 @@ class GraphRunner(abc.ABC, Generic[K]):
             live = self._live_names.taken(live)
             if refusal is None:
                 refusal = self._router.refusal(key, live)
-        except BaseException:
+        except Exception:
             self._router.fail()
             raise
+        turn = self._padding_turn()  # before the padding request is looked up: one given back meanwhile is noticed
         choice = self._router.choose(key, refusal=refusal)
-        if isinstance(choice, Refusal):
-            return self._prepare_eager(inputs, key=key, extent=extent, live=live, refusal=choice)
+        builder = self._graphs.builder
+        try:
+            if isinstance(choice, Refusal):
+                refusal = choice
+                self._plan_eager(key, live, extent=extent, refusal=choice)
+            else:
+                target = choice[0].target
+                builder.plan(target.key, live, padded_rows=target.extent.tokens)
+                other = choice[0].other_plan(live)
+                refusal = None if other is None else Refusal.of(Reason.OTHER_PLAN, other)
+        except Exception:
+            self._router.fail(planned=True)
+            raise
+        confirmed = self._router.confirmed(refusal=refusal)
+        if isinstance(choice, Refusal) or confirmed is not None:
+            refusal = choice if isinstance(choice, Refusal) else confirmed
+            assert refusal is not None
+            if refusal is not choice:
+                self._plan_eager(key, live, extent=extent, refusal=refusal)
+            ready = self._inputs.ready(inputs, extent)
+            return Prepared(None, extent, live, refusal, builder, inputs=ready)
         captured, padding = choice
-        target = captured.target
-        self._graphs.builder.plan(target.key, live, padded_rows=target.extent.tokens)
-        other = captured.other_plan(live)
-        refusal = self._router.confirmed(
-            captured, refusal=None if other is None else Refusal.of(Reason.OTHER_PLAN, other)
-        )
-        if refusal is not None:
-            return self._prepare_eager(inputs, key=key, extent=extent, live=live, refusal=refusal)
-        staged = self._graphs.builder.stage.stage(inputs, target.layout, dummy=padding)
-        turn = None if padding is None else self._padding_turn()
-        return Prepared(target.key, extent, live, None, self._graphs.builder, captured, staged, padding_turn=turn)
+        staged = builder.stage.stage(inputs, captured.target.layout, dummy=padding)
+        padding_turn = None if padding is None else turn
+        return Prepared(captured.target.key, extent, live, None, builder, captured, staged, padding_turn=padding_turn)
 
-    def _prepare_eager(
-        self, inputs: Mapping[str, torch.Tensor], *, key: K, extent: Extent, live: Mapping[str, Any], refusal: Refusal
-    ) -> Prepared[K]:
+    def _plan_eager(self, key: K, live: Mapping[str, Any], *, extent: Extent, refusal: Refusal) -> None:
         if self._policy.fallback is Fallback.ERROR:
             raise refusal.error(rows=extent.tokens)
         self._graphs.builder.plan(key, live, padded_rows=extent.tokens)
-        return Prepared(None, extent, live, refusal, self._graphs.builder, inputs=self._inputs.ready(inputs, extent))
 
     def launch(self, prepared: Prepared[K], *, copy: bool = False) -> Result[K]:
         """Put a prepared step on the current stream. Never waits for the device, unless a break does.
@@ -279,12 +290,20 @@ class GraphRunner(abc.ABC, Generic[K]):
             ReplayError: Two later steps were prepared since; it is of another runner or from before `clear()`; its
                 padding request was given back; or the graph refused. Nothing was run.
         """
+        if not isinstance(prepared, Prepared):
+            raise ConfigError(
+                f"launch() got a {type(prepared).__name__}; expected what prepare() returned.",
+                why="It carries the step's inputs and the graph that was chosen for it.",
+                fix="launch(prepare(...)), or run(...) for both.",
+            )
         if torch.is_grad_enabled():
             # Graphs were captured without; entering their modes in the replay would cost more.
             with torch.no_grad():
                 return self.launch(prepared, copy=copy)
         if prepared.captured is None:  # an eager step has tensors of its own
-            return self._launch(prepared, copy=copy)
+            result = self._launch(prepared, copy=copy)
+            prepared.launched = True
+            return result
         if not self._launching.acquire(blocking=False):
             raise ConcurrentReplayError(
                 "a step was launched while another one of the same runner is, by another thread or around this call.",
@@ -292,7 +311,9 @@ class GraphRunner(abc.ABC, Generic[K]):
                 fix="Launch from one thread; others may prepare, or use a runner of their own.",
             )
         try:
-            return self._launch(prepared, copy=copy)
+            result = self._launch(prepared, copy=copy)
+            prepared.launched = True
+            return result
         finally:
             self._launching.release()
 

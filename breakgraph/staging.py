@@ -18,8 +18,9 @@ import attrs
 import numpy.typing as npt
 import torch
 
-from breakgraph.errors import ConfigError, InternalError, ReplayError
-from breakgraph.static_buffers import Extent, InputSet, Missing, PadKind, StaticInput
+from breakgraph.errors import InternalError, ReplayError
+from breakgraph.input_set import InputSet
+from breakgraph.static_buffers import Extent, Missing, PadKind, StaticInput
 
 __all__ = ["InputStage", "Layout", "Staged"]
 
@@ -107,12 +108,9 @@ class Field:
         """Refuse rows of a padding request that do not fill the tail evenly; returns how many they are."""
         each = dummy.shape[axis] if dummy.dim() > axis else 0
         expected = (*self.shape[:axis], each, *self.shape[axis + 1 :])
-        if dummy.shape != expected or dummy.dtype is not self.declared.dtype or not each or tail % each:
-            raise ConfigError(
-                f"the padding request's rows for input {self.declared.name!r} have shape {tuple(dummy.shape)}, "
-                f"{dummy.dtype}; expected {expected}, {self.declared.dtype}, fitting evenly into {tail} rows.",
-                why="They fill the rows beyond the real requests.",
-                fix="Return the rows of one request, on the symbolic axis of the input.",
+        if dummy.shape != expected or not each or tail % each:  # `PaddingDummies` has checked what one request has
+            raise InternalError(
+                f"{tuple(dummy.shape)} rows of a padding request for {tail} rows of {self.declared.name!r}"
             )
         return each
 
@@ -163,12 +161,11 @@ class _Slot:
         self._spans: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def take(self) -> int:
-        """Wait until the last copy out of this slot has ended, then hand it to a new step."""
-        with self.lock:  # not while `commit` has compared the ticket and not yet recorded its copy
-            if self.event is not None:
-                self.event.synchronize()
-            self.ticket += 1
-            return self.ticket
+        """Wait until the last copy out of this slot has ended, then hand it to a new step; the lock is held."""
+        if self.event is not None:
+            self.event.synchronize()
+        self.ticket += 1
+        return self.ticket
 
     def views(self, layout: Layout) -> tuple[tuple[Field, torch.Tensor, npt.NDArray[Any] | None], ...]:
         """The slot seen as the inputs of a layout: each as a tensor, and as an array where that is cheaper."""
@@ -258,7 +255,13 @@ class InputStage:
         with self._lock:
             slot = self._slots[self._turn]
             self._turn = (self._turn + 1) % _SLOTS
-            ticket = slot.take()
+        # Until the slot is full: two threads may prepare, and one that takes it next would otherwise write among these rows;
+        # and `commit` must not find it taken between its look at the ticket and its copy.
+        with slot.lock:
+            return self._fill(slot, inputs, layout, dummy=dummy)
+
+    def _fill(self, slot: _Slot, inputs: Rows, layout: Layout, *, dummy: Rows | None) -> Staged:
+        ticket = slot.take()
         on_device: list[tuple[int, torch.Tensor, torch.Tensor | None]] = []
         low, high = -1, 0
         for index, (field, view, array) in enumerate(slot.views(layout)):

@@ -27,7 +27,7 @@ class Reason(enum.Enum):
     EAGER_IS_CHEAPER = "padding to the bucket costs more than an eager step"
     OTHER_PLAN = "the graph holds a plan that this step's live data does not have"
     OPT_OUT = "the caller asked for an eager step"
-    NO_DUMMY = "no block was free for a padding request"
+    NO_DUMMY = "no storage was free for a padding request"
 
 
 class CapturePhase(enum.Enum):

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import attrs
 import torch
 
-from breakgraph.errors import LiveDataError, ReplayError
+from breakgraph.errors import ConfigError, LiveDataError, ReplayError
 from breakgraph.gates import Refusal
 from breakgraph.graph_builder import GraphBuilder
 from breakgraph.staging import Staged
@@ -47,6 +47,9 @@ class LiveNames:
 
         Returns:
             The names.
+
+        Raises:
+            ConfigError: It has no parameter for a declared input.
         """
         try:
             # Not through a wrapper to what it wraps: the wrapper may add arguments of its own.
@@ -55,6 +58,13 @@ class LiveNames:
         except (TypeError, ValueError):  # written in C
             return cls(frozenset(), None)
         taken = [p for p in signature.parameters.values() if p.name not in inputs]
+        lacking = [name for name in inputs if name not in signature.parameters]
+        if lacking and not any(p.kind is p.VAR_KEYWORD for p in taken):
+            raise ConfigError(
+                f"forward{signature} has no parameter for the declared inputs {lacking}.",
+                why="It receives every declared input by keyword.",
+                fix="Add the parameters, or take these inputs out of inputs=.",
+            )
         named = [p for p in taken if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
         open_ended = any(p.kind is p.VAR_KEYWORD for p in taken)
         return cls(
@@ -111,6 +121,7 @@ class Prepared(Generic[K]):
         staged: Its inputs, on their way into the static buffers.
         inputs: Its inputs, of an eager step.
         padding_turn: Which padding request it was padded with; None where none was needed.
+        launched: Whether it was launched already.
     """
 
     key: K | None
@@ -122,6 +133,7 @@ class Prepared(Generic[K]):
     staged: Staged | None = None
     inputs: Mapping[str, torch.Tensor] = NOTHING
     padding_turn: int | None = None
+    launched: bool = False
 
     @property
     def replays(self) -> bool:
@@ -129,15 +141,21 @@ class Prepared(Generic[K]):
         return self.captured is not None
 
     def check(self, builder: GraphBuilder[K], *, padding_turn: int) -> None:
-        """Refuse a step that is not for these graphs, or was padded with a request that is no longer held.
+        """Refuse a step that was launched, is not for these graphs, or was padded with a request that is no longer held.
 
         Args:
             builder: That of the runner that is to launch it.
             padding_turn: The runner's present one.
 
         Raises:
-            ReplayError: It is of another runner, from before `clear()`, or its padding request was given back.
+            ReplayError: It was launched, is of another runner, from before `clear()`, or its padding request was given back.
         """
+        if self.launched:
+            raise ReplayError(
+                "a prepared step was launched twice.",
+                why="What the step writes (tokens, cache, counters) would go on from its own result.",
+                fix="Prepare each step once and launch it once.",
+            )
         if self.builder is not builder and (self.captured is not None or self.builder.work is not builder.work):
             raise ReplayError(
                 "a step was launched that another runner prepared, or this one before clear().",

@@ -174,6 +174,7 @@ def judge(
     eager: Callable[[], Any],
     tolerance: Tolerance | None,
     compared: Compared = Compared.ALL,
+    anyone: Callable[[bool], bool] = bool,
 ) -> Verdict:
     """Compare a replay with its eager twin, bit for bit.
 
@@ -185,15 +186,18 @@ def judge(
         eager: Runs the eager twin on the same inputs.
         tolerance: Declared tolerance.
         compared: What is compared.
+        anyone: Whether a flag is set on any rank: all of them run eager once more, or none.
 
     Returns:
         The verdict.
     """
     replayed, expected = keeper.outcome(replay, compared=compared), keeper.outcome(eager, compared=compared)
     mismatch = difference(replayed, expected)
-    if mismatch is None:
+    if not anyone(mismatch is not None):
         return Verdict(None)
     unstable = difference(keeper.outcome(eager, compared=compared), expected)
+    if mismatch is None:
+        return Verdict(None)
     if unstable is None:
         return Verdict(f"the replay differs from eager: {mismatch}")
     if tolerance is None:

@@ -18,7 +18,7 @@ from breakgraph.static_buffers import Extent
 from breakgraph.swaps import LetsThrough
 from breakgraph.verification import Snapshot
 
-__all__ = ["CapturedKey", "Example", "Planned", "Target", "Work", "signatures"]
+__all__ = ["CapturedKey", "Example", "Planned", "Target", "Together", "Work", "signatures"]
 
 K = TypeVar("K", bound=Hashable)
 
@@ -37,6 +37,22 @@ class Example:
     live: Mapping[str, Any] = attrs.field(factory=dict)
 
 
+class Together(Protocol):
+    """What ranks need to move together during a capture."""
+
+    def barrier(self) -> None:
+        """Wait for the others; called before each capture and before each of its breaks."""
+        ...
+
+    def anyone(self, flag: bool) -> bool:
+        """Whether a flag is set on any rank; called where a rank would otherwise take a branch alone.
+
+        Args:
+            flag: This rank's.
+        """
+        ...
+
+
 @attrs.frozen(kw_only=True)
 class Work(Generic[K]):
     """What a runner runs.
@@ -52,7 +68,7 @@ class Work(Generic[K]):
         hooks: Called as `hook(key, live)` after the copy-in and before each replay.
         around: Called as `around(key, live)`; entered around warm-up, capture, proof and every replay.
         expect_breaks: Number of breaks, or names and counts, that each graph must have.
-        barrier: Called before each capture and before each of its breaks, so that ranks move together.
+        together: How ranks move together during a capture; None: there is one.
     """
 
     forward: Callable[..., Any]
@@ -63,7 +79,7 @@ class Work(Generic[K]):
     hooks: Sequence[Callable[[K, Mapping[str, Any]], None]] = ()
     around: Callable[[K, Mapping[str, Any]], AbstractContextManager[Any]] | None = None
     expect_breaks: int | Mapping[str, int] | None = None
-    barrier: Callable[[], None] | None = None
+    together: Together | None = None
 
     def swapped_in(self, key: K, live: Mapping[str, Any]) -> AbstractContextManager[Any]:
         """What `around` returns for a step; nothing where there is none.

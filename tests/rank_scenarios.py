@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -338,7 +339,214 @@ def random_traffic(group: RankGroup) -> Any:
     return found, dict(rig.runner.statistics.eager)
 
 
+def summing(group: RankGroup) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """A forward with a break that adds up the rows of all ranks: ranks that are apart get another sum, or wait."""
+    together = dist.new_group(backend="gloo")
+
+    @eager_on_graph
+    def reduce(x: torch.Tensor) -> torch.Tensor:
+        total = torch.tensor([len(x)])
+        dist.all_reduce(total, group=together)
+        return total
+
+    return lambda rows: (rows * 2, reduce(rows).expand(len(rows)).clone())
+
+
+def rig_of(group: RankGroup, *, sizes: tuple[int, ...] = (2, 4, 8), **options: Any) -> DecodeRig:
+    """A decode runner over one input."""
+    ticks = iter(range(1, 10**6))
+    return DecodeRig(
+        CPU,
+        sizes=sizes,
+        forward=options.pop("forward", None) or summing(group),
+        inputs=[StaticInput("rows", shape=(REQUESTS,), pad=Pad.keep_out(0))],
+        example=options.pop("example", lambda key: Example({"rows": torch.full((key.batch_size,), next(ticks))})),
+        ranks=options.pop("ranks", None) or RankAgreement(group),
+        **options,
+    )
+
+
+def ones(size: int) -> dict[str, torch.Tensor]:
+    """The input of such a runner."""
+    return {"rows": torch.ones(size, dtype=torch.int64)}
+
+
+@scenario
+def variants_without_a_bucket(group: RankGroup) -> Any:
+    """Ranks may differ in greedy, and one variant lacks a bucket: with sizes 3 and 7, and beside idle ranks."""
+    keys = [GraphKey(4, is_all_greedy_sample=True), *GraphKey.product([4, 8])]
+    rig = rig_of(group, sizes=(4, 8), keys=keys, ranks=RankAgreement(group, may_differ=("is_all_greedy_sample",)))
+    rig.capture()
+    found = []
+    for sizes in ((3, 7, 1, 1), (3, 4, 1, 1), (7, 0, 0, 0), (3, 0, 0, 0)):
+        size = sizes[group.rank]
+        key = GraphKey(size, is_all_greedy_sample=group.rank == 0 and sizes[1] > 0)
+        result = rig.runner.run(ones(size), key=key)
+        found.append((result.replayed, result.output[1].tolist()))
+    return found
+
+
+@scenario
+def idle_with_other_keys(group: RankGroup) -> Any:
+    """All are idle, with keys of other variants; then rank 0 has keys of numpy and the others are idle."""
+    rig = rig_of(group, sizes=(4,), keys=[GraphKey(4, draft_len=1)])
+    rig.capture()
+    first = seen(rig.runner.run(ones(0), key=GraphKey(0, draft_len=int(group.rank == 0))))
+    busy = GraphKey.for_batch(np.array([1, 1, 1])) if group.rank == 0 else GraphKey(0)
+    return first, seen(rig.runner.run(ones(busy.batch_size), key=busy))
+
+
+@scenario
+def other_runners(group: RankGroup) -> Any:
+    """Rank 0 steps a prefill runner, the others a decode runner of the same group."""
+    ticks = iter(range(1, 10**6))
+    prefill = PrefillRunner(
+        lambda x: x * 2,
+        inputs=[StaticInput("x", shape=(TOKENS,))],
+        buckets=Buckets.of([4]),
+        example=lambda key: Example({"x": torch.full((key.tokens,), next(ticks))}),
+        device=CPU,
+        ranks=RankAgreement(group),
+    )
+    with prefill.capture_window():
+        prefill.capture()
+    rig = rig_of(group, sizes=(4,))
+    rig.capture()
+    if group.rank == 0:
+        first = caught(lambda: prefill.run({"x": torch.ones(3, dtype=torch.int64)}, size=3))
+    else:
+        first = caught(lambda: rig.runner.run(ones(0), key=GraphKey(0)))
+    return first, seen(rig.runner.run(ones(3), key=GraphKey(3)))
+
+
+@scenario
+def planning_that_raises(group: RankGroup) -> Any:
+    """plan() raises on rank 1, after the vote: for a replay, and for an eager step."""
+    broken: list[bool] = []
+
+    def plan(key: GraphKey, live: object, rows: int) -> None:
+        if broken:
+            raise ValueError("plan's own")
+
+    rig = rig_of(group, sizes=(4,), plan=plan)
+    rig.capture()
+    found = []
+    for size in (3, 5):
+        if group.rank == 1:
+            broken.append(True)
+        try:
+            found.append(caught(lambda size=size: rig.runner.run(ones(size), key=GraphKey(size))))  # type: ignore[misc]
+        except ValueError as error:
+            found.append(f"own {error}")
+        broken.clear()
+    return (*found, seen(rig.runner.run(ones(3), key=GraphKey(3))))
+
+
+@scenario
+def encoder_tokens_on_one_rank(group: RankGroup) -> Any:
+    """Rank 0 has no encoder tokens: a graph with cross-attention is not for it."""
+
+    def forward(rows: torch.Tensor, cross: bool) -> torch.Tensor:
+        return rows * 2 + (1000 if cross else 0)
+
+    ticks = iter(range(1, 10**6))
+    rig = rig_of(
+        group,
+        sizes=(4,),
+        keys=GraphKey.product([4], num_encoder_tokens=(0, 8)),
+        forward=forward,
+        example=lambda key: Example(
+            {"rows": torch.full((key.batch_size,), next(ticks))}, {"cross": key.num_encoder_tokens > 0}
+        ),
+    )
+    rig.capture()
+    extent = 0 if group.rank == 0 else 5
+    result = rig.runner.run(ones(3), key=GraphKey(3, num_encoder_tokens=extent), live={"cross": extent > 0})
+    return result.replayed, result.output.tolist()
+
+
 # Captures.
+
+
+@scenario
+def proofs_that_go_apart(group: RankGroup) -> Any:
+    """With a collective in a break: rank 1 has no example for fewer rows, then a mismatch in the proof of a bucket."""
+
+    def example(key: GraphKey) -> Example:
+        if group.rank == 1 and key.batch_size not in (2, 4):
+            raise ValueError("no such example")
+        return Example({"rows": torch.full((key.batch_size,), next(ticks))})
+
+    ticks = iter(range(1, 10**6))
+    first = rig_of(group, sizes=(2, 4), example=example)
+    first.capture()
+    runs = [0]
+    forward = summing(group)
+
+    def drifting(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        runs[0] += 1
+        doubled, total = forward(rows)
+        return doubled + (group.rank == 1 and len(rows) == 4 and runs[0] > 3), total
+
+    second = rig_of(group, sizes=(2, 4), forward=drifting)
+    second.capture()
+    return [key.batch_size for key in first.runner.graphs], {k.batch_size: v for k, v in second.runner.dropped.items()}
+
+
+@scenario
+def a_mismatch_in_service(group: RankGroup) -> Any:
+    """verify="always" with a collective in a break: rank 1 drops its graph; capture() again is refused; then clear()."""
+    wrong = [0]
+    forward = summing(group)
+
+    def drifting(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        doubled, total = forward(rows)
+        return doubled + wrong[0], total
+
+    rig = rig_of(group, sizes=(2, 4), forward=drifting, verify="always")
+    rig.capture()
+    wrong[0] = 5 if group.rank == 1 else 0
+    found = [seen(rig.runner.run(ones(3), key=GraphKey(3)))]
+    wrong[0] = 0
+    refused = caught(rig.capture)
+    size = 2 if group.rank == 1 else 3
+    found.append(seen(rig.runner.run(ones(size), key=GraphKey(size))))
+    rig.runner.clear()
+    rig.capture()
+    found.append(seen(rig.runner.run(ones(size), key=GraphKey(size))))
+    return found, refused
+
+
+@scenario
+def limits_measured_in_one_order(group: RankGroup) -> Any:
+    """Two variants with collectives of other shapes are measured; keys hold a set of strings, whose order is a process's own."""
+    together = dist.new_group(backend="gloo")
+
+    @eager_on_graph(live=("wide",))
+    def reduce(x: torch.Tensor, wide: bool) -> torch.Tensor:
+        total = torch.zeros(4 if wide else 2)
+        dist.all_reduce(total, group=together)
+        return x + 0
+
+    def forward(x: torch.Tensor, wide: bool) -> torch.Tensor:
+        return reduce(x * 2, wide)
+
+    ticks = iter(range(1, 10**6))
+    runner = PrefillRunner(
+        forward,
+        inputs=[StaticInput("x", shape=(TOKENS,))],
+        buckets=Buckets.of([4]),
+        extras=[(("on", frozenset({"a", "b", "c", name})),) for name in ("wide", "narrow")],
+        example=lambda key: Example(
+            {"x": torch.full((key.tokens,), next(ticks))}, {"wide": "wide" in dict(key.extra)["on"]}
+        ),
+        device=CPU,
+        measure="always",
+        ranks=RankAgreement(group),
+    )
+    with runner.capture_window():
+        runner.capture()
+    return len(runner.graphs)
 
 
 @scenario
@@ -409,9 +617,10 @@ def fewer_breaks_on_one_rank(group: RankGroup) -> Any:
 
 @scenario
 def other_buckets_on_one_rank(group: RankGroup) -> Any:
-    """Rank 1 leaves a bucket out."""
+    """Rank 1 leaves a bucket out, then does not pad."""
     rig = DecodeRig(CPU, sizes=(1, 2) if group.rank == 1 else (1, 2, 4), ranks=RankAgreement(group))
-    return caught(rig.capture)
+    other = DecodeRig(CPU, sizes=(1, 2), ranks=RankAgreement(group, pad=group.rank != 1))
+    return caught(rig.capture), caught(other.capture)
 
 
 @scenario

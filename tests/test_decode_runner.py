@@ -221,8 +221,23 @@ def test_variants_that_were_not_captured_are_eager(rig: DecodeRig) -> None:
     assert rig.runner.run(inputs, key=key).reason is Reason.NO_GRAPH
     strict = DecodeRig(rig.device, fallback="error")
     strict.capture()
-    with pytest.raises(NoGraphError, match=r"NO_GRAPH.*sample_type=<SampleType.FULL"):
+    with pytest.raises(NoGraphError, match=r"NO_GRAPH.*sample_type=SampleType.FULL"):
         strict.runner.run(inputs, key=key)
+
+
+def test_tokens_follow_from_the_key(rig: DecodeRig) -> None:
+    """REQ-E1: tokens= that contradicts the key is refused; with requests that differ it must be a count."""
+    inputs = rows_and_positions([1, 2], [0, 0])
+    with pytest.raises(ConfigError, match=r"tokens=3 with GraphKey\(2\), which has 2 tokens"):
+        rig.runner.run(inputs, key=GraphKey(2), tokens=3)
+    with pytest.raises(ConfigError, match="tokens=-4; expected an integer"):
+        rig.runner.run(inputs, key=GraphKey.for_batch([1, 2]), tokens=-4)
+
+
+def test_forward_takes_every_declared_input() -> None:
+    """A forward without a parameter for an input is refused when the runner is made, not once for every key."""
+    with pytest.raises(ConfigError, match=r"forward\(rows\).* has no parameter for the declared inputs"):
+        DecodeRig(CPU, forward=lambda rows: rows)
 
 
 def test_a_key_is_a_graph_key(rig: DecodeRig) -> None:
@@ -419,15 +434,14 @@ def test_two_managers_may_not_fill_one_input() -> None:
 
 
 def test_an_exception_while_blocks_move_is_not_replaced(device: torch.device) -> None:
-    """REQ-C5: the caller's exception leaves suspend_dummies() as it is; the next padded step takes a request again."""
+    """REQ-C5: the caller's exception leaves suspend_dummies() as it is, and the padding request is taken again."""
     dummies = Dummies(free=1)
     rig = DecodeRig(device, dummies=dummies)
     rig.capture()
     with pytest.raises(ValueError, match="the caller's"), rig.runner.suspend_dummies():
         raise ValueError("the caller's")
-    assert not dummies.taken
-    assert rig.runner.run(rows_and_positions([1, 2, 3], [0, 0, 0]), key=GraphKey(3)).replayed
     assert dummies.taken == [0]
+    assert rig.runner.run(rows_and_positions([1, 2, 3], [0, 0, 0]), key=GraphKey(3)).replayed
 
 
 # Results.

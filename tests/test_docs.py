@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,12 +29,23 @@ def test_the_example_of_the_core_runs(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_the_examples_of_the_runners_run(capsys: pytest.CaptureFixture[str]) -> None:
     """The blocks of docs/runners.md run as they stand, one after the other, and say why a step was eager."""
-    blocks = examples("python", page="docs/runners.md")
-    assert len(blocks) == 2
+    *blocks, script = examples("python", page="docs/runners.md")
+    assert len(blocks) == 3
+    assert script.startswith("# ranks.py")
     namespace = {"__name__": "runners"}
     for block in blocks:
         exec(compile(block, "docs/runners.md", "exec"), namespace)
     assert "ABOVE_LARGEST_BUCKET - 70 tokens; the largest bucket is 64" in capsys.readouterr().out
+
+
+def test_the_script_of_two_ranks_runs(tmp_path: Path) -> None:
+    """The script of docs/runners.md runs as it stands: unequal sizes, an idle rank and full buckets share their graphs."""
+    script = tmp_path / "ranks.py"
+    script.write_text(examples("python", page="docs/runners.md")[-1])
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=True)
+    lines = [(0, 3, 8), (1, 7, 8), (0, 0, 2), (1, 2, 2), (0, 8, 8), (1, 8, 8)]
+    expected = [f"rank {rank}: {size} of GraphKey({bucket})" for rank, size, bucket in lines]
+    assert sorted(done.stdout.splitlines()) == sorted(expected), done.stderr
 
 
 def test_names_of_the_runners_page_are_where_it_says() -> None:
@@ -40,7 +53,7 @@ def test_names_of_the_runners_page_are_where_it_says() -> None:
     import importlib
 
     rows = re.findall(r"^\| (`.*`) \| (`.*`)", (ROOT / "docs" / "runners.md").read_text(), flags=re.MULTILINE)
-    assert len(rows) == 3
+    assert len(rows) == 8
     for names, modules in rows:
         for module in re.findall(r"`([\w.]+)`", modules):
             for name in re.findall(r"`(\w+)`", names):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from breakgraph import BreakableCUDAGraph, BreakableCUDAGraphCapture, GraphPool, eager_on_graph
+from breakgraph import BreakableCUDAGraph, BreakableCUDAGraphCapture, GraphKey, GraphPool, StaticInput, eager_on_graph
+from breakgraph.decode_runner import Example
+from breakgraph.static_buffers import REQUESTS, TOKENS, Pad
+from tests.runner_models import SLOTS, DecodeRig
 
 
 def test_a_returned_tensor_that_was_not_an_argument_is_a_copy() -> None:
@@ -128,3 +132,93 @@ def test_two_hoisted_breaks_over_one_workspace_leave_the_last_values() -> None:
     assert out.tolist() == [102.0] * 4
     graph.replay(live={"n": 3.0, "m": 4.0})
     assert out.tolist() == [404.0] * 4  # eager would give 304
+
+
+def test_index_inputs_padded_with_zero_write_to_row_zero() -> None:
+    """Padding by the default fills row numbers with zero: a live request in row 0 is written; keep_out leaves it alone."""
+    for pad, untouched in ((Pad.zero(), False), (Pad.keep_out(SLOTS - 1), True)):
+        last_token = torch.full((SLOTS,), 5)
+        inputs = [
+            StaticInput("last_token", source="device", buffer=last_token),
+            StaticInput("rows", shape=(REQUESTS,), pad=pad),
+            StaticInput("positions", shape=(TOKENS,), dtype=torch.int32),
+        ]
+        rig = DecodeRig(torch.device("cpu"), inputs=inputs)
+        rig.capture()
+        last_token.fill_(5)
+        step = {"rows": torch.tensor([1, 2, 3]), "positions": torch.zeros(3, dtype=torch.int32)}
+        assert rig.runner.run(step, key=GraphKey(3)).replayed
+        assert (int(last_token[0]) == 5) is untouched
+
+
+def test_the_key_decides_and_not_a_live_flag() -> None:
+    """A replay computes what its key's graph holds, whatever a live flag says; an eager step follows the flag."""
+
+    def forward(rows: torch.Tensor, greedy: bool) -> torch.Tensor:
+        return rows * (1 if greedy else 2)
+
+    ticks = itertools.count(1)
+    rig = DecodeRig(
+        torch.device("cpu"),
+        sizes=(4,),
+        keys=GraphKey.product([4], is_all_greedy_sample=(False, True)),
+        forward=forward,
+        inputs=[StaticInput("rows", shape=(REQUESTS,))],
+        example=lambda key: Example(
+            {"rows": torch.full((key.batch_size,), next(ticks))}, {"greedy": key.is_all_greedy_sample}
+        ),
+    )
+    rig.capture()
+    step, key = {"rows": torch.ones(3, dtype=torch.int64)}, GraphKey(3)
+    assert rig.runner.run(step, key=key, live={"greedy": True}).output.tolist() == [2] * 3
+    with rig.runner.suspend():
+        assert rig.runner.run(step, key=key, live={"greedy": True}).output.tolist() == [1] * 3
+
+
+def test_what_the_device_advances_it_advances_for_padding_too() -> None:
+    """A length that forward itself counts up grows for the padding request at every padded step."""
+    lengths = torch.zeros(SLOTS, dtype=torch.int64)
+
+    def forward(lengths: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        lengths.index_copy_(0, rows, lengths.index_select(0, rows) + 1)
+        return lengths.index_select(0, rows)
+
+    rig = DecodeRig(
+        torch.device("cpu"),
+        sizes=(4,),
+        forward=forward,
+        inputs=[
+            StaticInput("lengths", source="device", buffer=lengths),
+            StaticInput("rows", shape=(REQUESTS,), pad=Pad.keep_out(0)),
+        ],
+        example=lambda key: Example({"rows": torch.randperm(SLOTS - 1)[: key.batch_size] + 1}),
+    )
+    rig.capture()
+    for _ in range(5):
+        rig.runner.run({"rows": torch.tensor([1, 2, 3])}, key=GraphKey(3))
+    assert lengths[:4].tolist() == [5, 5, 5, 5]
+
+
+def test_an_eager_step_of_an_idle_rank_has_no_rows() -> None:
+    """GraphKey(0) replays with padding rows only; run eagerly, forward gets tensors without rows."""
+    seen: list[int] = []
+
+    def forward(rows: torch.Tensor) -> torch.Tensor:
+        seen.append(len(rows))
+        return rows + 1
+
+    ticks = itertools.count(1)
+    rig = DecodeRig(
+        torch.device("cpu"),
+        sizes=(4,),
+        forward=forward,
+        inputs=[StaticInput("rows", shape=(REQUESTS,))],
+        example=lambda key: Example({"rows": torch.full((key.batch_size,), next(ticks))}),
+    )
+    rig.capture()
+    empty = {"rows": torch.zeros(0, dtype=torch.int64)}
+    assert rig.runner.run(empty, key=GraphKey(0)).output.shape == (0,)
+    assert 0 not in seen
+    with rig.runner.suspend():
+        assert rig.runner.run(empty, key=GraphKey(0)).output.shape == (0,)
+    assert seen[-1] == 0

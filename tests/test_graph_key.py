@@ -205,3 +205,31 @@ def test_product_refuses_an_unknown_field() -> None:
     """A misspelt variant is a ConfigError that lists the fields."""
     with pytest.raises(ConfigError, match="draft_length"):
         GraphKey.product([1], draft_length=(1,))
+
+
+def test_numpy_values_make_the_same_key() -> None:
+    """REQ-A1: counts and flags of numpy become Python's, so a key has one text and one type everywhere."""
+    made = GraphKey.for_batch(
+        np.array([2, 2]), greedy=np.array([True, True]), seq_lens=np.array([3, 4]), short_threshold=np.int64(8)
+    )
+    plain = GraphKey(2, draft_len=2, is_all_greedy_sample=True, short_seq_len_mode=True)
+    assert made == plain
+    assert repr(made) == repr(plain) == "GraphKey(2, draft_len=2, short_seq_len_mode=True, is_all_greedy_sample=True)"
+    assert type(made.batch_size) is int
+    assert type(made.is_all_greedy_sample) is bool
+    with pytest.raises(ConfigError, match="use_lora_graph=None.*expected True or False"):
+        GraphKey(2, use_lora_graph=None)  # type: ignore[arg-type]
+
+
+def test_extra_pairs_may_come_from_an_iterator() -> None:
+    """REQ-A9: pairs are kept, whatever they come from; what only looks like pairs is refused."""
+    assert GraphKey(2, extra=zip(["mode"], ["a"], strict=True)).extra == (("mode", "a"),)  # type: ignore[arg-type]
+    for odd in (("ab", "cd"), ((1, 2),), (("a", 1), (2, 1))):
+        with pytest.raises(ConfigError, match="expected pairs of a name and a hashable value"):
+            GraphKey(2, extra=odd)  # type: ignore[arg-type]
+
+
+def test_product_wants_values() -> None:
+    """REQ-D8: one value in place of several is refused with what to pass."""
+    with pytest.raises(ConfigError, match=r"got \{'draft_len': 2\}; expected the values"):
+        GraphKey.product([1], draft_len=2)  # type: ignore[arg-type]

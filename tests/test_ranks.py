@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from breakgraph.errors import ConfigError
 from breakgraph.gates import Refusal
-from breakgraph.ranks import Agreed, RankGroup, Standing, Vote, decide, digest
+from breakgraph.graph_key import GraphKey
+from breakgraph.rank_votes import Agreed, Standing, Vote, _text, decide, digest
+from breakgraph.ranks import RankAgreement, RankGroup
 from breakgraph.statistics import Reason
 from tests.rank_scenarios import SCENARIOS
 
@@ -86,9 +89,7 @@ def test_an_idle_rank_goes_with_the_others(world: int) -> None:
         assert replayed
         assert none_replayed
         assert (rows, none_rows) == (3 if rank == 0 else 0, 0)
-        assert key == outcome("idle_ranks", world=world)[0][0]
-        assert "batch_size=4, draft_len=2" in key
-        assert "FAST" in key
+        assert key == "GraphKey(4, draft_len=2)"  # FAST is the default
 
 
 @worlds
@@ -107,7 +108,7 @@ def test_other_keys_are_no_common_path(world: int) -> None:
     for found in outcome("other_keys", world=world):
         drafts, sampling, greedy, *_ = found
         assert {drafts[2], sampling[2], greedy[2]} == {DISAGREE}
-        assert "other coordinates" in drafts[3]
+        assert "other fields of the key" in drafts[3]
         assert "sampling in the graph" in sampling[3]
         drafts, sampling, greedy = found[3:]
         assert {drafts[2], sampling[2]} == {DISAGREE}
@@ -151,7 +152,7 @@ def test_an_error_of_one_rank_reaches_the_others_at_once(world: int) -> None:
             assert first.startswith("StaticInputError")
             assert second == "own the gate's own"
         else:
-            assert all(text.startswith("RankError: ranks [1] raised before a step") for text in (first, second))
+            assert all(text.startswith("RankError: rank 1 raised before a step") for text in (first, second))
         assert after[:2] == (True, 4)
         assert seconds < 10
 
@@ -162,7 +163,7 @@ def test_a_graph_that_one_rank_has_lost(world: int) -> None:
     for rank, found in enumerate(outcome("a_graph_lost_at_run_time", world=world)):
         assert found[0][0]
         assert found[1][0] is (rank != 1)  # the step in which it is found; both paths have the padded shape
-        assert [one[2] for one in found[2:]] == ["DROPPED" if rank == 1 else DISAGREE] * 2
+        assert [one[2] for one in found[2:]] == [DISAGREE] * 2
 
 
 @worlds
@@ -173,6 +174,52 @@ def test_the_largest_token_count_decides_the_bucket(world: int) -> None:
         assert eight[:2] == (True, 8)
         assert (costly[0], costly[2]) == (False, Reason.EAGER_IS_CHEAPER.name)
         assert above[2] == (Reason.ABOVE_LARGEST_BUCKET.name if rank == 1 else DISAGREE)
+
+
+@worlds
+def test_variants_that_may_differ_all_have_the_bucket(world: int) -> None:
+    """REQ-F1: where a variant lacks a bucket that another has, no rank uses it: the sum over the ranks is that of one path."""
+    for rank, (apart, fits, idle, small) in enumerate(outcome("variants_without_a_bucket", world=world)):
+        sizes = (3, 7, 1, 1)[:world]
+        assert apart == (False, [sum(sizes)] * sizes[rank])
+        assert fits == (True, [4 * world] * (3, 4, 1, 1)[rank])
+        assert idle == (False, [7] * (7 if rank == 0 else 0))
+        assert small == (True, [4 * world] * (3 if rank == 0 else 0))
+
+
+@worlds
+def test_idle_ranks_agree_whatever_their_keys(world: int) -> None:
+    """REQ-F2: idle keys of any variant replay the smallest graph together; a busy key of numpy's numbers is like any other."""
+    for idle, busy in outcome("idle_with_other_keys", world=world):
+        assert idle[:2] == busy[:2] == (True, 4)
+
+
+@worlds
+def test_ranks_at_different_runners_notice(world: int) -> None:
+    """REQ-F1: a prefill step beside idle decode steps is an error on every rank, at once; the group goes on."""
+    for text, after in outcome("other_runners", world=world):
+        assert text.startswith("RankError: the ranks are at different runners: rank 0 at runner 0, rank 1 at runner 1")
+        assert after[:2] == (True, 4)
+
+
+@worlds
+def test_an_error_after_the_vote_reaches_the_others(world: int) -> None:
+    """REQ-F1, FAULT-R1: plan() that raises on one rank, for a replay or an eager step, is named to the others at once."""
+    for rank, (replay, eager, after) in enumerate(outcome("planning_that_raises", world=world)):
+        for text in (replay, eager):
+            if rank == 1:
+                assert text == "own plan's own"
+            else:
+                assert text.startswith("RankError: rank 1 raised while planning a step")
+        assert after[:2] == (True, 4)
+
+
+@worlds
+def test_no_encoder_tokens_are_another_variant(world: int) -> None:
+    """REQ-A7, REQ-F1: a rank without encoder tokens does not replay the graph with cross-attention that the others need."""
+    for rank, (replayed, output) in enumerate(outcome("encoder_tokens_on_one_rank", world=world)):
+        assert not replayed
+        assert output == [2 if rank == 0 else 1002] * 3
 
 
 @worlds
@@ -207,10 +254,36 @@ def test_a_bucket_that_one_rank_cannot_capture_is_dropped_everywhere(world: int)
 
 
 @worlds
+def test_proofs_take_the_same_runs_on_all_ranks(world: int) -> None:
+    """REQ-F3: where one rank lacks an example, or finds a mismatch, all make the same runs: their collectives meet."""
+    for graphs, dropped in outcome("proofs_that_go_apart", world=world):
+        assert graphs == [4, 2]
+        assert list(dropped) == [4]
+        assert f"rank 1 of {world}: verify: CaptureError: decode[4]: the replay differs from eager" in dropped[4]
+
+
+@worlds
+def test_a_mismatch_in_service_keeps_the_ranks_together(world: int) -> None:
+    """REQ-F1, REQ-F3: a graph that one rank lost is lost to all until every rank has cleared and captured again."""
+    for rank, ((first, lost, again), refused) in enumerate(outcome("a_mismatch_in_service", world=world)):
+        assert first[0] is (rank != 1)
+        assert "only rank 1: key decode[4]" in refused
+        assert (lost[0], lost[2]) == (False, DISAGREE)
+        assert "hold other graphs" in lost[3]
+        assert again[:2] == (True, 4)
+
+
+@worlds
+def test_limits_are_measured_in_one_order(world: int) -> None:
+    """REQ-F4, REQ-G5: variants are measured in one order, and compared by value, whatever the order of sets in a process."""
+    assert outcome("limits_measured_in_one_order", world=world) == [2] * world
+
+
+@worlds
 def test_ranks_meet_before_each_break_of_a_capture(world: int) -> None:
     """REQ-F5, REQ-F3: a rank with a break fewer is noticed at the next one's barrier; all drop the key, none hangs."""
     for dropped, seconds in outcome("fewer_breaks_on_one_rank", world=world):
-        assert "that ranks [1] have ended" in dropped[2]
+        assert "that rank 1 ended" in dropped[2]
         assert "rank 0 of" in dropped[2]
         assert seconds < 20
 
@@ -218,22 +291,28 @@ def test_ranks_meet_before_each_break_of_a_capture(world: int) -> None:
 @worlds
 def test_ranks_with_other_keys_do_not_capture(world: int) -> None:
     """REQ-F3: every rank gets the error that says which ranks have other keys, before anything is captured."""
-    for text in outcome("other_buckets_on_one_rank", world=world):
-        assert text.startswith("CaptureError: ranks [1] are to capture other keys than rank 0")
+    others = [rank for rank in range(world) if rank != 1]
+    for keys, options in outcome("other_buckets_on_one_rank", world=world):
+        assert keys.startswith("CaptureError: the ranks are to capture different things; ")
+        assert all(f"only rank {rank}: key decode[4]" in keys for rank in others)
+        assert "only rank 1" not in keys
+        assert "only rank 1: pad=False" in options
 
 
 @worlds
 def test_ranks_in_different_places_notice(world: int) -> None:
     """REQ-F3: a rank that captures beside ranks that step: all get an error that says who is where."""
     for text in outcome("a_step_beside_a_capture", world=world):
-        assert text.startswith("RankError: the ranks are in different places: {0: 'value', 1: 'vote'")
+        assert text.startswith("RankError: the ranks are at different runners: rank 0 at runner 1, rank 1 at runner 0")
 
 
 @pytest.mark.parametrize(("name", "bound"), [("a_rank_that_dies", 20), ("a_rank_that_hangs", 7)])
 def test_a_rank_that_is_gone_ends_the_wait(name: str, bound: float) -> None:
     """REQ-F3, FAULT-R1: the other rank gets a RankError within the time-out of the group."""
     text, seconds = outcome(name, world=2)[0]
-    assert text.startswith("RankError: rank 0 of 2 waited for the others for a vote on a step, in vain")
+    assert text.startswith(
+        "RankError: rank 0 of 2 waited for the others for a vote on a step, and at least one is gone"
+    )
     assert seconds < bound
 
 
@@ -247,6 +326,7 @@ VOTES = st.builds(
     can_pad=st.booleans(),
     extent=st.integers(0, 3),
     coordinates=st.integers(1, 2),
+    graphs=st.sampled_from([7] * 6 + [8]),
 ).map(lambda vote: attrs.evolve(vote, samples=False, extent=0, coordinates=0) if vote.is_idle else vote)
 
 
@@ -258,6 +338,7 @@ def test_ranks_agree_only_where_all_can_take_the_same_path(votes: Sequence[Vote]
     kinds = {(vote.samples, vote.coordinates) for vote in busy}
     sizes = {vote.size for vote in busy}
     possible = all(v.standing is Standing.CAN for v in votes) and len(kinds) <= 1 and (pad or len(sizes) <= 1)
+    possible = possible and len({vote.graphs for vote in votes}) == 1
     assert isinstance(agreed, Agreed) is possible
     if isinstance(agreed, Refusal):
         assert agreed.reason is Reason.RANK_DISAGREEMENT
@@ -269,7 +350,7 @@ def test_ranks_agree_only_where_all_can_take_the_same_path(votes: Sequence[Vote]
 
 def test_a_digest_is_the_same_in_every_process() -> None:
     """REQ-F1: keys are compared by a number that does not hang on the seed of a process's hashes."""
-    code = "from breakgraph.ranks import digest; print(digest((('mode', 'wide'), ('n', 3))))"
+    code = "from breakgraph.rank_votes import digest; print(digest((('mode', 'wide'), ('n', 3))))"
     printed = {
         subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
@@ -277,6 +358,33 @@ def test_a_digest_is_the_same_in_every_process() -> None:
         for _ in range(2)
     }
     assert printed == {str(digest((("mode", "wide"), ("n", 3))))}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (("n", 1), ("n", True)),
+        (("n", 1), ("n", np.int64(1))),
+        (("n", 1.0), ("n", 1)),
+        (frozenset({"a", "b", "c"}), frozenset({"c", "a", "b"})),
+        (GraphKey(2, extra=(("n", True),)), GraphKey(2, extra=(("n", 1),))),
+    ],
+)
+def test_equal_values_have_one_digest(one: object, other: object) -> None:
+    """REQ-F1: what is equal as a key is equal between ranks, whichever of the two a process has met first."""
+    assert one == other
+    assert _text(one) == _text(other)
+    assert digest(one) == digest(other) != digest(("n", 2))
+
+
+@pytest.mark.parametrize("names", [("batch_size",), ["is_all_greedy"], "typo"])
+def test_fields_that_may_differ_are_fields(names: object) -> None:
+    """may_differ names fields of a key, other than sizes; anything else would have no effect, silently."""
+    with pytest.raises(ConfigError, match="may_differ names"):
+        RankAgreement(RankGroup(None), may_differ=names)  # type: ignore[arg-type]
+    assert RankAgreement(RankGroup(None), may_differ="draft_len").may_differ == ("draft_len",)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="expected a RankGroup"):
+        RankAgreement(None)  # type: ignore[arg-type]
 
 
 def test_a_group_needs_torch_distributed() -> None:

@@ -9,10 +9,12 @@ import re
 import pytest
 import torch
 
+from breakgraph.buckets import Buckets
 from breakgraph.capture import BreakableCUDAGraph, BreakableCUDAGraphCapture
 from breakgraph.errors import CaptureError, CaptureIllegalError, MovedBufferError
 from breakgraph.graph_key import PrefillKey
-from breakgraph.prefill_runner import Example
+from breakgraph.prefill_runner import Example, PrefillRunner
+from breakgraph.static_buffers import TOKENS, StaticInput
 from breakgraph.statistics import CapturePhase, Reason
 from breakgraph.verification import Tolerance
 from tests.runner_models import Meta, PrefillModel, PrefillRig
@@ -472,3 +474,38 @@ def test_inference_tensors_can_be_state(device: torch.device) -> None:
         rig.capture()
     assert not rig.runner.dropped
     assert not model.cache.any()
+
+
+class Counting(torch.nn.Module):
+    """Counts its calls on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1, dtype=torch.int64, device=device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows plus one."""
+        self.calls.add_(1)
+        return x + 1
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_buffer_that_forward_writes_is_named(
+    device: torch.device, declared: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """REQ-D3, FAULT-F7: a capture that left a buffer changed says which, unless it is declared and put back."""
+    model, random = Counting(device), torch.Generator().manual_seed(0)
+    runner = PrefillRunner(
+        model,
+        inputs=[StaticInput("x", shape=(TOKENS,), dtype=torch.float32)],
+        buckets=Buckets.of([4]),
+        example=lambda key: Example({"x": torch.rand(key.tokens, generator=random)}),
+        device=device,
+        modules=(model,),
+        state=(model.calls,) if declared else (),
+        measure="never",
+    )
+    with runner.capture_window():
+        runner.capture()
+    assert ("Counting.calls" in caplog.text) is not declared
+    assert (int(model.calls) == 0) is declared

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,18 @@ def rig(device: torch.device) -> PrefillRig:
     rig.capture()
     assert not rig.runner.dropped
     return rig
+
+
+@pytest.mark.parametrize("answer", [False, True, 0])
+def test_a_gate_answers_none_or_a_text(device: torch.device, answer: Any) -> None:
+    """REQ-B: a gate that returns a flag is refused by name: False would refuse every step, and so would True."""
+    rig = PrefillRig(device, gates=[Gate("flag", lambda key, live: answer)])
+    rig.capture()
+    inputs, live = rig.step(3)
+    with pytest.raises(ConfigError, match=f"gate 'flag' returned {answer}; expected None or a text"):
+        rig.runner.run(inputs, size=3, live=live)
+    with pytest.raises(ConfigError, match="gates has .*expected Gates"):
+        PrefillRig(device, gates=[lambda key, live: None])
 
 
 # Eager fallback.

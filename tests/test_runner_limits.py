@@ -22,7 +22,7 @@ from breakgraph.errors import ConfigError, NoGraphError, ReplayError
 from breakgraph.graph_key import GraphKey, PrefillKey, cached_tokens
 from breakgraph.padding_limit import Times, least_sizes
 from breakgraph.prefill_runner import Example, PrefillRunner
-from breakgraph.staging import _Slot
+from breakgraph.staging import Field, _Slot
 from breakgraph.static_buffers import TOKENS, StaticInput
 from breakgraph.statistics import CapturePhase, Reason
 from tests.runner_models import DecodeRig, PrefillModel, PrefillRig
@@ -799,6 +799,35 @@ def test_a_slot_is_not_refilled_between_the_look_at_it_and_its_copy(
     monkeypatch.setattr(_Slot, "span", span)
     others[0].join()
     assert output.flatten().tolist() == [4096 * 8.0] * 4
+
+
+def test_a_slot_that_is_being_filled_is_not_taken(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FAULT-O7: a thread that is slow to fill its slot does not write among the rows of the step that takes it next."""
+    runner = wide_runner(device, sizes=(16,))
+    with runner.capture_window():
+        runner.capture()
+    filling, go_on = threading.Event(), threading.Event()
+    write = Field.write_array
+
+    def slowly(self: Field, *arguments: Any, **options: Any) -> None:
+        if threading.current_thread() is slow and not filling.is_set():
+            filling.set()
+            go_on.wait(5)
+        write(self, *arguments, **options)
+
+    def rows(value: float) -> dict[str, torch.Tensor]:
+        return {"x": torch.full((4, 1), value)}
+
+    monkeypatch.setattr(Field, "write_array", slowly)
+    slow = threading.Thread(target=lambda: runner.prepare(rows(7.0), size=4))
+    slow.start()
+    filling.wait(5)
+    first = runner.run(rows(1.0), size=4).output.flatten().tolist()
+    threading.Timer(0.2, go_on.set).start()
+    second = runner.launch(runner.prepare(rows(2.0), size=4), copy=True).output  # takes the slot of the slow thread
+    slow.join()
+    assert first == [4096 * 2.0] * 4
+    assert second.flatten().tolist() == [4096 * 3.0] * 4
 
 
 def test_an_eager_step_may_be_launched_beside_a_replay(device: torch.device) -> None:

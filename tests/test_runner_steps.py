@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -243,9 +244,39 @@ def test_clear_keeps_padding_requests(device: torch.device) -> None:
     assert dummies.free == 2
 
 
-@pytest.mark.parametrize("rows", [{"row": torch.tensor([1])}, {"last_token": torch.tensor([1])}, {"rows": [1]}])
-def test_rows_of_a_padding_request_are_held_to_the_inputs(device: torch.device, rows: Any) -> None:
-    """REQ-C2: rows for an input that does not exist or has no symbolic axis are refused and the request is given back."""
+ONE_ROW = torch.tensor([1])
+
+
+@pytest.mark.parametrize(
+    ("rows", "draft_len", "message"),
+    [
+        ({"row": ONE_ROW}, 0, r"rows for 'row'; inputs with a symbolic axis are \['positions', 'rows'\]"),
+        ({"last_token": ONE_ROW}, 0, "rows for 'last_token'"),
+        ({"rows": [1]}, 0, "a list for 'rows'"),
+        (
+            {"rows": torch.tensor([1, 2])},
+            0,
+            r"shape \(2,\), torch.int64 for 'rows'; one request has \(1,\), torch.int64",
+        ),
+        ({"rows": torch.tensor(1)}, 0, r"shape \(\), torch.int64 for 'rows'"),
+        (
+            {"rows": torch.tensor([1], dtype=torch.int32)},
+            0,
+            r"torch.int32 for 'rows'; one request has \(1,\), torch.int64",
+        ),
+        ({"rows": torch.empty(1, dtype=torch.int64, device="meta")}, 0, "expected a dense tensor"),
+        (
+            {"positions": torch.tensor([1], dtype=torch.int32)},
+            2,
+            r"shape \(1,\).* for 'positions'; one request has \(3,\)",
+        ),
+        ([ONE_ROW], 0, "a list; expected a mapping"),
+    ],
+)
+def test_rows_of_a_padding_request_are_held_to_the_inputs(
+    device: torch.device, rows: Any, draft_len: int, message: str
+) -> None:
+    """REQ-C2, REQ-C6: rows that would be left out, broadcast or misaligned are refused as they are taken, and given back."""
 
     class Odd(Dummies):
         def allocate(self, *, draft_len: int) -> Any:
@@ -253,10 +284,80 @@ def test_rows_of_a_padding_request_are_held_to_the_inputs(device: torch.device, 
             return rows
 
     dummies = Odd(free=2, token_row=SLOTS - 1)
-    rig = DecodeRig(device, dummies=dummies)
-    with pytest.raises(ConfigError, match="padding request has rows for"):
+    keys = GraphKey.product([1, 2, 4, 8], draft_len=(draft_len,))
+    rig = DecodeRig(device, keys=keys, dummies=dummies)
+    with pytest.raises(ConfigError, match=message):
         rig.capture()
     assert dummies.free == 2
+
+
+@pytest.mark.parametrize("dummies", [object(), Dummies])
+def test_a_provider_can_give_and_take_back(dummies: Any) -> None:
+    """What has no allocate and release, or is a class and no object, is refused before anything is captured."""
+    with pytest.raises(ConfigError, match="dummies=.*expected an object with allocate"):
+        DecodeRig(torch.device("cpu"), dummies=dummies)
+
+
+def test_two_threads_take_one_padding_request(device: torch.device) -> None:
+    """REQ-C5, FAULT-P8: two threads that prepare while there is none allocate one between them, and lose none."""
+
+    class Slow(Dummies):
+        def allocate(self, *, draft_len: int) -> Any:
+            time.sleep(0.05)
+            return super().allocate(draft_len=draft_len)
+
+    dummies = Slow(free=3)
+    rig = DecodeRig(device, dummies=dummies)
+    rig.capture()
+    rig.runner.release_dummies()
+    inputs = {"rows": torch.tensor([1, 2, 3]), "positions": torch.zeros(3, dtype=torch.int32)}
+    threads = [threading.Thread(target=lambda: rig.runner.prepare(inputs, key=GraphKey(3))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert dummies.free == 2
+    rig.runner.release_dummies()
+    assert dummies.free == 3
+
+
+def test_blocks_that_move_during_prepare_are_noticed(device: torch.device) -> None:
+    """REQ-C5, FAULT-P2: a padding request that moves while another thread prepares is not written where it was."""
+    planning, moved = threading.Event(), threading.Event()
+
+    def plan(key: GraphKey, live: Any, rows: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            planning.set()
+            moved.wait(5)
+
+    rig = DecodeRig(device, dummies=Dummies(free=2), plan=plan)
+    rig.capture()
+    inputs = {"rows": torch.tensor([1, 2, 3]), "positions": torch.zeros(3, dtype=torch.int32)}
+    steps: list[Any] = []
+    thread = threading.Thread(target=lambda: steps.append(rig.runner.prepare(inputs, key=GraphKey(3))))
+    thread.start()
+    planning.wait(5)
+    with rig.runner.suspend_dummies():
+        pass
+    moved.set()
+    thread.join()
+    with pytest.raises(ReplayError, match="padding request was given back"):
+        rig.runner.launch(steps[0])
+
+
+def test_a_step_is_launched_once(device: torch.device) -> None:
+    """REQ-E3: a prepared step that is launched again would go on from its own result: refused, replayed or eager."""
+    rig = DecodeRig(device)
+    inputs = {"rows": torch.tensor([1, 2]), "positions": torch.zeros(2, dtype=torch.int32)}
+    for capture in (False, True):
+        if capture:
+            rig.capture()
+        prepared = rig.runner.prepare(inputs, key=GraphKey(2))
+        assert rig.runner.launch(prepared).replayed is capture
+        with pytest.raises(ReplayError, match="launched twice"):
+            rig.runner.launch(prepared)
+    with pytest.raises(ConfigError, match="launch\\(\\) got a Result; expected what prepare"):
+        rig.runner.launch(rig.runner.run(inputs, key=GraphKey(2)))  # type: ignore[arg-type]
 
 
 # Live data.

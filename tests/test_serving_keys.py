@@ -6,11 +6,12 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from breakgraph.graph_key import GraphKey
-from breakgraph.serving import LLM, SamplingParams
+from breakgraph.serving import LLM, FinishReason, SamplingParams
 from breakgraph.serving.config import SamplingPaths
 from breakgraph.serving.engine import Engine
 from breakgraph.serving.kv_cache import blocks_for
@@ -94,3 +95,61 @@ def test_all_batch_sizes_and_variants_replay(engines: dict[SamplingPaths, Engine
         assert key.batch_size == next(bucket for bucket in (1, 2, 4, 8, 11) if bucket >= size)
         assert (key.is_all_greedy_sample, dict(key.extra)["context"]) == (not sampled, 16 if length == 5 else LONGEST)
     assert engine.decode.padding_block != 0
+
+
+def test_a_dropped_graph_costs_no_block_that_was_promised() -> None:
+    """REQ-C4, FAULT-R5: with the graph of one size dropped, a request that needs every usable block still runs to its end."""
+    options: dict[str, Any] = {
+        "max_batch_size": 3,
+        "max_seq_len": 32,
+        "block_size": 4,
+        "num_blocks": 9,
+        "prefill_sizes": [8],
+        "contexts": [16],
+        "sampling": "greedy",
+    }
+    whole = LLM(tiny_model(), **options)
+    whole.start()
+    runner = whole.engine.decode.runner
+    budget = max(runner.pool.backend.pool_bytes(), 1)
+    for share in (0.9, 0.7, 0.5):
+        llm = LLM(tiny_model(), graph_budget=int(budget * share), **options)
+        llm.start()
+        engine = llm.engine
+        assert engine.decode.runner.dropped
+        assert engine.free_blocks >= engine.usable_blocks
+        request = engine.add([1] * 20, params=SamplingParams(max_tokens=engine.usable_blocks * 4 - 19, ignore_eos=True))
+        while engine.has_work:
+            engine.step()
+        assert len(request.output_ids) == request.max_new_tokens
+
+
+def test_a_move_that_fails_changes_no_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """REQ-C5, FAULT-E3: out of memory while blocks move reaches the caller; every block keeps its owner and its data."""
+    options: dict[str, Any] = {"max_batch_size": 5, "max_seq_len": 64, "block_size": 4, "num_blocks": 40}
+    llm = LLM(tiny_model(), prefill_sizes=[16], contexts=[16], **options)
+    llm.start()
+    engine, params = llm.engine, SamplingParams(max_tokens=12)
+    expected = [answer.token_ids for answer in llm.generate([[3] * 9, [5] * 7], params)]
+    first, second = (engine.add([token] * count, params=params) for token, count in ((4, 11), (3, 9)))
+    third = engine.add([5] * 7, params=params)
+    for _ in range(4):
+        engine.step()
+    engine.finish(first, reason=FinishReason.ABORT)
+    engine.step()
+    before = [list(request.blocks) for request in (second, third)]
+    assert engine._allocator.gaps()
+    with monkeypatch.context() as patched:
+        patched.setattr(type(engine.state.cache), "move", _out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.defragment()
+    assert [request.blocks for request in (second, third)] == before
+    assert engine.defragment() > 0
+    while engine.has_work:
+        engine.step()
+    assert [tuple(request.output_ids) for request in (second, third)] == expected
+    assert engine.free_blocks == engine.usable_blocks
+
+
+def _out_of_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("no memory")

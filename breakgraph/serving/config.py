@@ -270,6 +270,11 @@ class Sizes:
         """Blocks of the longest request."""
         return blocks_for(self.max_seq_len, block_size=self.block_size)
 
+    @property
+    def pads_decode(self) -> bool:
+        """Whether some batch size has no decode bucket of its own, so that a padding request is needed."""
+        return len(self.decode.sizes) < self.max_batch_size
+
     def context(self, length: int) -> int:
         """The smallest context bucket that holds ``length`` tokens."""
         return next(context for context in self.contexts if context >= length)

@@ -150,8 +150,7 @@ class DecodeStep:
     @property
     def reserved_blocks(self) -> int:
         """Blocks that the padding request will hold: one where some batch size has no graph of its own."""
-        sizes = self._sizes.decode.sizes
-        return int(self.runner.enabled and len(sizes) < self._sizes.max_batch_size)
+        return int(self.runner.enabled and self._sizes.pads_decode)
 
     def capture(self) -> None:
         """Captures all keys. The cache must be empty: the blocks of future requests are written."""

@@ -233,8 +233,9 @@ class Engine:
             How many blocks were moved.
         """
         with self.decode.runner.suspend_dummies():
-            moves = self._allocator.compact()
+            moves = self._allocator.gaps()
             self.state.cache.move(moves)
+            self._allocator.compact()
             self._scheduler.rename_blocks(moves)
         return len(moves)
 

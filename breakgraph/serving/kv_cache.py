@@ -18,6 +18,8 @@ __all__ = ["NULL_BLOCK", "BlockAllocator", "KVCache", "blocks_for", "slots_of"]
 
 NULL_BLOCK = 0
 
+_MOVED_AT_ONCE = 256  # blocks: bounds the memory of a move
+
 
 class BlockAllocator:
     """Hands out blocks 1 .. ``num_blocks - 1`` and takes them back.
@@ -82,22 +84,22 @@ class BlockAllocator:
             self._held[block] = False
         self._free.extend(reversed(blocks))
 
-    def compact(self) -> dict[int, int]:
-        """Takes the lowest blocks in place of the highest held ones, until those that are held have no gap among them.
+    def gaps(self) -> dict[int, int]:
+        """For each of the highest held blocks, a lower free one, so that after a move held blocks have no gap among them.
 
-        Returns:
-            For each block that was given up, the one that was taken for it. The caller moves the data
-            (`KVCache.move`) and renames blocks wherever it holds them.
+        Nothing changes: move the data (`KVCache.move`), then call `compact`, then rename blocks wherever they are held. A
+        move that fails half way has touched free blocks only.
         """
         held = sum(self._held)
-        gaps = [block for block in range(1, held + 1) if not self._held[block]]
+        below = [block for block in range(1, held + 1) if not self._held[block]]
         above = [block for block in range(held + 1, self._num_blocks) if self._held[block]]
-        for block in above:
-            self._held[block] = False
-        for block in gaps:
-            self._held[block] = True
-        self._free = list(range(self._num_blocks - 1, held, -1))
-        return dict(zip(above, gaps, strict=True))
+        return dict(zip(above, below, strict=True))
+
+    def compact(self) -> None:
+        """Takes the blocks of `gaps`, whose data was moved, and gives up those that they take the place of."""
+        for block, other in self.gaps().items():
+            self._held[block], self._held[other] = False, True
+        self._free = list(range(self._num_blocks - 1, sum(self._held), -1))
 
 
 class KVCache:
@@ -142,20 +144,19 @@ class KVCache:
     def move(self, moves: Mapping[int, int]) -> None:
         """Copies blocks in all layers, behind whatever was launched on the current stream before.
 
-        Cost: four kernels a layer and a copy of these blocks; the host does not wait for the device.
+        Cost: four kernels a layer for each 256 blocks, and memory for 256 blocks of one layer; the host does not wait.
 
         Args:
-            moves: From block to block, as `BlockAllocator.compact` returns them: no block is in both roles.
+            moves: From block to block, as `BlockAllocator.gaps` returns them: no block is in both roles.
         """
-        if not moves:
-            return
         device = self.layers[0][0].device
-        both = torch.tensor([list(moves), list(moves.values())])
+        both = torch.tensor([list(moves), list(moves.values())], dtype=torch.int64)
         if device.type == "cuda":
             both = both.pin_memory().to(device, non_blocking=True)
         with torch.no_grad():
-            for tensor in (tensor for layer in self.layers for tensor in layer):
-                tensor.index_copy_(0, both[1], tensor.index_select(0, both[0]))
+            for part in both.split(_MOVED_AT_ONCE, dim=1):
+                for tensor in (tensor for layer in self.layers for tensor in layer):
+                    tensor.index_copy_(0, part[1], tensor.index_select(0, part[0]))
 
     @staticmethod
     def block_bytes(*, block_size: int, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

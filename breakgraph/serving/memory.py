@@ -9,7 +9,7 @@ from breakgraph.errors import ConfigError
 from breakgraph.models.attention import Attention
 from breakgraph.models.llama import LlamaDecoder
 from breakgraph.replay_context import eager_step
-from breakgraph.serving.config import EngineConfig, Sizes
+from breakgraph.serving.config import EngineConfig, Graphs, Sizes
 from breakgraph.serving.device_state import DeviceState
 from breakgraph.serving.kv_cache import KVCache
 from breakgraph.serving.prefill_step import example_layout, prefill_body
@@ -75,10 +75,11 @@ def measure_blocks(
         total=total, occupied=occupied, activations=activations, graphs=_GRAPH_RESERVE_BYTES, cache=max(cache, 0)
     )
     blocks = min(cache // block_bytes, sizes.num_blocks)
-    if blocks < sizes.max_blocks + 1:
+    kept = 2 if sizes.pads_decode and config.graphs is Graphs.ON else 1
+    if blocks < sizes.max_blocks + kept:
         raise ConfigError(
             f"the KV cache would have {max(blocks, 0)} blocks; one request of {sizes.max_seq_len} tokens takes"
-            f" {sizes.max_blocks}, and one more is kept for padding ({split}).",
+            f" {sizes.max_blocks}, and {kept} more {'are' if kept > 1 else 'is'} kept for padding ({split}).",
             why="The longest request that is promised could not run even alone.",
             fix="Raise memory_fraction, lower max_seq_len or max_num_tokens, or free the device.",
         )
