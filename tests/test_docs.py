@@ -45,7 +45,8 @@ def test_the_script_of_two_ranks_runs(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=True)
     lines = [(0, 3, 8), (1, 7, 8), (0, 0, 2), (1, 2, 2), (0, 8, 8), (1, 8, 8)]
     expected = [f"rank {rank}: {size} of GraphKey({bucket})" for rank, size, bucket in lines]
-    assert sorted(done.stdout.splitlines()) == sorted(expected), done.stderr
+    # Two processes write to one pipe: their lines may lie in one another's.
+    assert sorted(re.findall(r"rank \d: \d of GraphKey\(\d\)", done.stdout)) == sorted(expected), done.stderr
 
 
 def test_names_of_the_runners_page_are_where_it_says() -> None:
