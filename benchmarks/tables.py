@@ -15,7 +15,7 @@ __all__ = ["TABLES", "rewritten"]
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "models.md")
 
 
 def _read(name: str) -> Any:
@@ -308,6 +308,23 @@ def continuous_batching() -> str:
     )
 
 
+def transformers_models() -> str:
+    """What becomes of each model type of transformers."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for kind, row in _read("transformers_models.json")["models"].items():
+        reason = re.sub(r"\b\d+(\.\d+)? (of the largest|for \d+)", r"... \2", row.get("reason", ""))
+        reason = re.sub(r"\d+ attention calls for \d+ layers", "fewer attention calls than layers", reason)
+        reason = re.sub(r"by [\d.e+-]+", "by far", reason)
+        reason = re.sub(r"\b\w+(Attention|Residual)\b", "its attention", reason)
+        groups.setdefault((row["outcome"], reason.split("; ")[0][:110]), []).append(kind)
+    order = {"served": 0, "refused": 1, "not made": 2}
+    ranked = sorted(groups.items(), key=lambda item: (order.get(item[0][0], -1), -len(item[1])))
+    return _table(
+        ("outcome", "reason", "types", "which"),
+        ((outcome, reason, len(which), ", ".join(which)) for (outcome, reason), which in ranked),
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
@@ -323,6 +340,7 @@ TABLES: dict[str, Callable[[], str]] = {
         decode_period,
         start_up,
         continuous_batching,
+        transformers_models,
     )
 }
 

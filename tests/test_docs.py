@@ -39,6 +39,13 @@ def test_the_examples_of_the_runners_run(capsys: pytest.CaptureFixture[str]) -> 
     assert "ABOVE_LARGEST_BUCKET - 70 tokens; the largest bucket is 64" in capsys.readouterr().out
 
 
+def test_the_example_of_the_adapter_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """The block of docs/models.md runs as it stands, and every step of it is a replay."""
+    (block,) = examples("python", page="docs/models.md")
+    exec(compile(block, "docs/models.md", "exec"), {"__name__": "models"})
+    assert "0 eager" in capsys.readouterr().out
+
+
 def test_the_script_of_two_ranks_runs(tmp_path: Path) -> None:
     """The script of docs/runners.md runs as it stands: unequal sizes, an idle rank and full buckets share their graphs."""
     script = tmp_path / "ranks.py"

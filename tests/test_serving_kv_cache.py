@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from breakgraph.errors import ConfigError, InternalError
+from breakgraph.models.attention import KVShape
 from breakgraph.serving.block_tables import BlockTables
 from breakgraph.serving.kv_cache import NULL_BLOCK, BlockAllocator, KVCache, blocks_for, slots_of
 from breakgraph.serving.padding import PaddingRequest
@@ -87,12 +88,13 @@ def test_slots_follow_the_block_table(start: int, count: int, block_size: int, s
 
 def test_storage_has_the_declared_shape_and_size() -> None:
     """Every layer has keys and values of the declared shape, zeroed, and block_bytes counts them exactly."""
-    shape = {"block_size": 8, "num_layers": 3, "num_kv_heads": 2, "head_dim": 4, "dtype": torch.float32}
-    cache = KVCache(5, device=torch.device("cpu"), **shape)
-    assert len(cache.layers) == 3
+    shapes = (KVShape(2, 4, 4), KVShape(2, 4, 4), KVShape(1, 6, 3))
+    cache = KVCache(5, block_size=8, shapes=shapes, dtype=torch.float32, device=CPU)
     tensors = [tensor for layer in cache.layers for tensor in layer]
-    assert all(tensor.shape == (5, 8, 2, 4) and not tensor.any() for tensor in tensors)
-    assert sum(tensor.nbytes for tensor in tensors) == 5 * KVCache.block_bytes(**shape)
+    assert [tuple(tensor.shape[2:]) for tensor in tensors] == [(2, 4)] * 4 + [(1, 6), (1, 3)]
+    assert all(tensor.shape[:2] == (5, 8) and not tensor.any() for tensor in tensors)
+    expected = 5 * KVCache.block_bytes(block_size=8, shapes=shapes, dtype=torch.float32)
+    assert sum(tensor.nbytes for tensor in tensors) == expected
 
 
 # Moving blocks.
@@ -122,7 +124,7 @@ def test_compact_leaves_no_gap_and_loses_no_block(num_blocks: int, takes: list[i
 
 def test_moved_blocks_carry_their_data() -> None:
     """REQ-C5: a move copies whole blocks in every layer, keys and values, and touches no other block."""
-    cache = KVCache(8, block_size=2, num_layers=2, num_kv_heads=1, head_dim=3, dtype=torch.float32, device=CPU)
+    cache = KVCache(8, block_size=2, shapes=(KVShape(1, 3, 3), KVShape(2, 3, 5)), dtype=torch.float32, device=CPU)
     tensors = [tensor for layer in cache.layers for tensor in layer]
     for tensor in tensors:
         tensor.copy_(torch.rand_like(tensor))

@@ -26,12 +26,15 @@ import torch
 from breakgraph.errors import ConfigError
 
 __all__ = [
+    "PLAIN",
     "Attention",
     "AttentionShape",
+    "AttentionVariant",
     "BatchLayout",
     "DecodeState",
     "Int32Array",
     "KVLayer",
+    "KVShape",
     "make_attention",
 ]
 
@@ -69,6 +72,53 @@ class AttentionShape:
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold `tokens` tokens."""
         return -(-tokens // self.block_size)
+
+
+@attrs.frozen
+class KVShape:
+    """What one attention call keeps of a token.
+
+    Attributes:
+        heads: Key and value heads.
+        key_dim: Width of a key.
+        value_dim: Width of a value.
+    """
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of one token, key and value together."""
+        return self.heads * (self.key_dim + self.value_dim)
+
+
+@attrs.frozen(eq=False)
+class AttentionVariant:
+    """What one layer's attention does besides plain causal attention.
+
+    Attributes:
+        scale: Multiplies the scores; None: one over the root of the head dimension.
+        window: Tokens that a token looks back on, itself included; None: all.
+        chunk: A token sees only those of its own chunk of this many positions; None: all.
+        softcap: Scores are squashed by a tangent to at most this; None: they are not.
+        sinks: (num_heads,), one more score in the denominator of each head's softmax; None: there is none.
+    """
+
+    scale: float | None = None
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Plain causal attention with the usual scale."""
+        return not any(value is not None for value in (self.scale, self.window, self.chunk, self.softcap, self.sinks))
+
+
+PLAIN = AttentionVariant()
 
 
 @attrs.frozen(eq=False)
@@ -146,7 +196,13 @@ class Attention(abc.ABC):
 
     @abc.abstractmethod
     def prefill(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor, batch: Any
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out: torch.Tensor,
+        batch: Any,
+        variant: AttentionVariant = PLAIN,
     ) -> None:
         """Attention of packed prompts, a break of the graph: live data `batch`, rows of `q` and `out`.
 
@@ -156,6 +212,7 @@ class Attention(abc.ABC):
             v_cache: Value cache of the layer.
             out: (T, num_heads, head_dim), written in place; rows beyond the real ones become zero.
             batch: What `plan_prefill` returned.
+            variant: What the layer does besides plain attention.
         """
 
     @abc.abstractmethod
@@ -176,6 +233,7 @@ class Attention(abc.ABC):
         state: DecodeState,
         block_tables: torch.Tensor | None,
         seq_lens: torch.Tensor | None,
+        variant: AttentionVariant = PLAIN,
     ) -> torch.Tensor:
         """Attention of one token of each of B sequences; may be captured: no sync, no shape that depends on data.
 
@@ -187,6 +245,7 @@ class Attention(abc.ABC):
             block_tables: int32 (B, state.max_blocks); entries beyond a sequence's blocks point to the null block. None where
                 `plans_decode`.
             seq_lens: int32 (B,), tokens of each sequence, this one included; 1 for padding rows. None where `plans_decode`.
+            variant: What the layer does besides plain attention.
 
         Returns:
             (B, num_heads, head_dim).

@@ -21,8 +21,16 @@ import numpy.typing as npt
 import torch
 
 from breakgraph.break_function import eager_on_graph
-from breakgraph.errors import LiveDataError
-from breakgraph.models.attention import Attention, AttentionShape, BatchLayout, DecodeState, Int32Array
+from breakgraph.errors import InternalError, LiveDataError
+from breakgraph.models.attention import (
+    PLAIN,
+    Attention,
+    AttentionShape,
+    AttentionVariant,
+    BatchLayout,
+    DecodeState,
+    Int32Array,
+)
 
 __all__ = ["FlashInferAttention", "FlashInferBatch", "FlashInferDecodeState"]
 
@@ -140,9 +148,16 @@ class FlashInferAttention(Attention):
 
     @eager_on_graph(name="attention", live=("batch",), rows=("q", "out"), writes=("out",))
     def prefill(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor, batch: FlashInferBatch
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out: torch.Tensor,
+        batch: FlashInferBatch,
+        variant: AttentionVariant = PLAIN,
     ) -> None:
         """See `Attention`. 25 to 40 us of host time."""
+        _refuse_variant(variant)
         if q.shape[0] != batch.rows:
             raise LiveDataError(
                 f"The attention received {q.shape[0]} rows; its batch describes {batch.rows}.",
@@ -208,9 +223,11 @@ class FlashInferAttention(Attention):
         state: DecodeState,
         block_tables: torch.Tensor | None,
         seq_lens: torch.Tensor | None,
+        variant: AttentionVariant = PLAIN,
     ) -> torch.Tensor:
         """See `Attention`. Reads the pages of the last `plan_decode`, not `block_tables` and `seq_lens`."""
         assert isinstance(state, FlashInferDecodeState)
+        _refuse_variant(variant)
         out: torch.Tensor = state.planner.wrapper.run(q, (k_cache, v_cache))
         return out
 
@@ -240,6 +257,11 @@ class FlashInferAttention(Attention):
             kv_data_type=shape.dtype,
             seq_lens=kv_lens,
         )
+
+
+def _refuse_variant(variant: AttentionVariant) -> None:
+    if not variant.is_plain:
+        raise InternalError(f"FlashInfer's plain kernels were chosen for a layer with {variant}")
 
 
 def _prefers_tensor_cores(shape: AttentionShape) -> bool:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from breakgraph.break_function import eager_on_graph
 from breakgraph.errors import LiveDataError
-from breakgraph.models.attention import Attention, BatchLayout, DecodeState, Int32Array
+from breakgraph.models.attention import PLAIN, Attention, AttentionVariant, BatchLayout, DecodeState, Int32Array
 
 __all__ = ["TorchAttention", "TorchBatch", "TorchDecodeState"]
 
@@ -100,21 +100,32 @@ class TorchAttention(Attention):
 
     @eager_on_graph(name="attention", live=("batch",), rows=("q", "out"), writes=("out",))
     def prefill(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor, batch: TorchBatch
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out: torch.Tensor,
+        batch: TorchBatch,
+        variant: AttentionVariant = PLAIN,
     ) -> None:
-        """See `Attention`. One call of the kernel for each request."""
+        """See `Attention`. One call of the kernel for each request; a layer that is not plain takes plain matmuls."""
         _check_rows(q, batch.rows)
         for request in batch.requests:
             keys = _gather(k_cache, request.blocks)[:, : request.length]
             values = _gather(v_cache, request.blocks)[:, : request.length]
             rows = slice(request.start, request.stop)
+            if not variant.is_plain:
+                at = torch.arange(request.length - (request.stop - request.start), request.length, device=q.device)
+                seen = _visible(at[:, None], tokens=torch.arange(request.length, device=q.device), variant=variant)
+                out[rows].copy_(_general(q[rows], keys, values, seen, variant))
+                continue
             attended = F.scaled_dot_product_attention(
                 q[rows].transpose(0, 1).unsqueeze(0),
                 keys.unsqueeze(0),
                 values.unsqueeze(0),
                 attn_mask=request.mask,
                 is_causal=request.causal,
-                enable_gqa=self.shape.group_size > 1,
+                enable_gqa=q.shape[1] > keys.shape[0],
             )
             out[rows].copy_(attended.squeeze(0).transpose(0, 1))
 
@@ -132,23 +143,26 @@ class TorchAttention(Attention):
         state: DecodeState,
         block_tables: torch.Tensor | None,
         seq_lens: torch.Tensor | None,
+        variant: AttentionVariant = PLAIN,
     ) -> torch.Tensor:
         """See `Attention`. Cost: a copy of batch_size * max_blocks blocks of keys and of values."""
         assert isinstance(state, TorchDecodeState)
         assert block_tables is not None and seq_lens is not None  # noqa: PT018
-        shape = self.shape
         batch, tokens = q.shape[0], state.token_index.shape[0]
         flat = block_tables.reshape(-1)
-        keys = k_cache.index_select(0, flat).view(batch, tokens, shape.num_kv_heads, shape.head_dim)
-        values = v_cache.index_select(0, flat).view(batch, tokens, shape.num_kv_heads, shape.head_dim)
-        visible = state.token_index < seq_lens.unsqueeze(1)
+        # Heads and dimensions are those of this layer's cache: layers may differ, and keys from values.
+        keys = k_cache.index_select(0, flat).view(batch, tokens, *k_cache.shape[2:]).transpose(1, 2)
+        values = v_cache.index_select(0, flat).view(batch, tokens, *v_cache.shape[2:]).transpose(1, 2)
         # The queries that share a key-value head take the place of a query length: they all see the same tokens,
         # so no key is repeated and one mask serves the group.
-        grouped = q.reshape(batch, shape.num_kv_heads, shape.group_size, shape.head_dim)
-        attended = F.scaled_dot_product_attention(
-            grouped, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=visible[:, None, None, :]
-        )
-        return attended.reshape(batch, shape.num_heads, shape.head_dim)
+        grouped = q.reshape(batch, keys.shape[1], -1, q.shape[-1])
+        if variant.is_plain:
+            visible = state.token_index < seq_lens.unsqueeze(1)
+            attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=visible[:, None, None, :])
+        else:
+            visible = _visible(seq_lens.unsqueeze(1) - 1, tokens=state.token_index, variant=variant)
+            attended = _weighted(grouped, keys, values, visible[:, None, None, :], variant)
+        return attended.reshape(batch, q.shape[1], values.shape[-1])
 
     def plan_decode(self, state: DecodeState, *, block_tables: Int32Array, seq_lens: Int32Array) -> None:
         """See `Attention`. Nothing to plan: the captured kernels read the tables themselves."""
@@ -166,3 +180,48 @@ def _check_rows(q: torch.Tensor, rows: int) -> None:
             why="Rows that the batch does not describe would keep what an earlier step left in the output.",
             fix="Pass valid_rows equal to the sum of query_lens of the layout that was planned.",
         )
+
+
+def _visible(at: torch.Tensor, *, tokens: torch.Tensor, variant: AttentionVariant) -> torch.Tensor:
+    """Bool (rows, tokens): which tokens a row at a position sees.
+
+    Args:
+        at: (rows, 1), the position of each row.
+        tokens: (tokens,), their positions.
+        variant: Window and chunk.
+    """
+    seen = tokens <= at
+    if variant.window is not None:
+        seen = seen & (tokens > at - variant.window)
+    if variant.chunk is not None:
+        seen = seen & (tokens // variant.chunk == at // variant.chunk)
+    return seen
+
+
+def _general(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor, variant: AttentionVariant
+) -> torch.Tensor:
+    """Rows (T, heads, head_dim) over keys and values (kv heads, tokens, dim), to (T, heads, value dim)."""
+    rows, heads, dim = q.shape
+    grouped = q.reshape(rows, keys.shape[0], -1, dim).permute(1, 2, 0, 3)  # kv head, head of its group, row
+    attended = _weighted(grouped, keys.unsqueeze(1), values.unsqueeze(1), seen, variant)
+    return attended.permute(2, 0, 1, 3).reshape(rows, heads, values.shape[-1])
+
+
+def _weighted(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor, variant: AttentionVariant
+) -> torch.Tensor:
+    """Softmax of the seen scores times values, over the last two axes; the heads are the first or the second two."""
+    scale = q.shape[-1] ** -0.5 if variant.scale is None else variant.scale
+    scores = torch.matmul(q, keys.transpose(-1, -2)) * scale
+    if variant.softcap is not None:
+        scores = torch.tanh(scores / variant.softcap) * variant.softcap
+    scores = scores.float().masked_fill(~seen, float("-inf"))
+    if variant.sinks is None:
+        return torch.matmul(torch.softmax(scores, dim=-1).to(values.dtype), values)
+    # In decode the heads are axes 1 and 2, in prefill 0 and 1, where the rows follow them.
+    heads = q.shape[1:3] if seen.dim() == 4 else q.shape[:2]
+    sinks = variant.sinks.float().view(*heads, 1) if seen.dim() == 4 else variant.sinks.float().view(*heads, 1, 1)
+    with_sink = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1)
+    weights = torch.softmax(with_sink, dim=-1)[..., :-1]
+    return torch.matmul(weights.to(values.dtype), values)

@@ -10,22 +10,20 @@ whether it is a break.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from breakgraph.models.attention import KVLayer
+from breakgraph.models.attention import PLAIN, AttentionVariant, KVLayer, KVShape
 from breakgraph.models.config import DecoderConfig
+from breakgraph.models.decoder import Attend, Decoder
 from breakgraph.models.ops import Ops, make_ops
 from breakgraph.models.rope import rope_table
 
 __all__ = ["Attend", "LlamaDecoder"]
-
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""`attend(layer, q, k_cache, v_cache) -> out`: q and out are (T, num_heads, head_dim)."""
 
 
 def _parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
@@ -86,7 +84,7 @@ class DecoderLayer(nn.Module):
         return down
 
 
-class LlamaDecoder(nn.Module):
+class LlamaDecoder(Decoder):
     """Embedding, layers, final norm and output matrix. Parameters are uninitialised until they are loaded.
 
     Args:
@@ -129,6 +127,27 @@ class LlamaDecoder(nn.Module):
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.embed_tokens.device
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the rows."""
+        return self.config.hidden_size
+
+    @property
+    def heads(self) -> int:
+        """Query heads of a layer."""
+        return self.config.num_heads
+
+    @property
+    def kv_shapes(self) -> tuple[KVShape, ...]:
+        """What each layer keeps of a token."""
+        shape = KVShape(self.config.num_kv_heads, self.config.head_dim, self.config.head_dim)
+        return (shape,) * self.config.num_layers
+
+    @property
+    def variants(self) -> tuple[AttentionVariant, ...]:
+        """Every layer's attention is plain."""
+        return (PLAIN,) * self.config.num_layers
 
     @property
     def dtype(self) -> torch.dtype:

@@ -11,12 +11,22 @@ import torch
 from breakgraph.errors import ConfigError
 from breakgraph.models.checkpoint import Progress, load_safetensors
 from breakgraph.models.config import SUPPORTED_MODEL_TYPES, DecoderConfig, default_dtype
+from breakgraph.models.decoder import Decoder
 from breakgraph.models.demo import demo_gguf
 from breakgraph.models.generation import GenerationDefaults, read_json
 from breakgraph.models.gguf_cache import gguf_folder, is_gguf
 from breakgraph.models.llama import DecoderLayer, LlamaDecoder
 
-__all__ = ["DEMO", "LoadedModel", "OpenedModel", "load_model", "open_model", "random_model", "weight_targets"]
+__all__ = [
+    "DEMO",
+    "LoadedModel",
+    "OpenedModel",
+    "load_model",
+    "open_model",
+    "random_model",
+    "read_tokenizer",
+    "weight_targets",
+]
 
 DEMO = "demo"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -35,7 +45,7 @@ class LoadedModel:
         source: Where it came from, for people.
     """
 
-    decoder: LlamaDecoder
+    decoder: Decoder
     config: DecoderConfig
     tokenizer: Any
     generation: GenerationDefaults
@@ -111,7 +121,7 @@ def open_model(path: str | Path, *, cache_root: Path | None = None, progress: Pr
     folder = _model_folder(path, cache_root=cache_root, progress=progress)
     hf_config = _transformers_config(folder)
     config = DecoderConfig.from_transformers(hf_config)
-    tokenizer = _tokenizer(folder)
+    tokenizer = read_tokenizer(folder)
     generation = GenerationDefaults.from_folder(folder, config=hf_config, tokenizer=tokenizer)
     return OpenedModel(config, tokenizer, generation, str(path), folder)
 
@@ -278,7 +288,15 @@ def _transformers_config(folder: Path) -> Any:
         ) from error
 
 
-def _tokenizer(folder: Path) -> Any:
+def read_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a folder; None where it has none.
+
+    Args:
+        folder: Of transformers.
+
+    Raises:
+        ConfigError: Its files cannot be read.
+    """
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
     from transformers import AutoTokenizer

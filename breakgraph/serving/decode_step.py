@@ -199,7 +199,7 @@ class DecodeStep:
         tables = None if block_tables is None else block_tables[:, : planned.max_blocks]
 
         def attend(layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
-            return attention.decode(q, k_cache, v_cache, planned, tables, seq_lens)
+            return attention.decode(q, k_cache, v_cache, planned, tables, seq_lens, decoder.variants[layer])
 
         hidden = decoder.embed(last_token.index_select(0, rows))
         hidden = decoder(hidden, positions=positions, slots=slots, kv=self._state.cache.layers, attend=attend)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from breakgraph.models.attention import Attention
-from breakgraph.models.llama import LlamaDecoder
+from breakgraph.models.decoder import Decoder
 from breakgraph.serving.kv_cache import KVCache
 from breakgraph.serving.requests import Request
 
@@ -33,7 +33,7 @@ class DeviceState:
             what it sampled back, so the host need not know a token to launch the step that follows it.
     """
 
-    decoder: LlamaDecoder
+    decoder: Decoder
     attention: Attention
     cache: KVCache
     last_token: torch.Tensor

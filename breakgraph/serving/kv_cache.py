@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from breakgraph.errors import ConfigError, InternalError
+from breakgraph.models.attention import KVShape
 
 __all__ = ["NULL_BLOCK", "BlockAllocator", "KVCache", "blocks_for", "slots_of"]
 
@@ -108,14 +109,12 @@ class KVCache:
     Args:
         num_blocks: All blocks, the null block included.
         block_size: Tokens per block.
-        num_layers: Layers, each with a key and a value tensor.
-        num_kv_heads: Key and value heads.
-        head_dim: Numbers per head.
-        dtype: Of both tensors.
+        shapes: What each layer keeps of a token.
+        dtype: Of keys and values.
         device: Where they live.
 
     Attributes:
-        layers: One ``(keys, values)`` pair per layer, each ``(num_blocks, block_size, num_kv_heads, head_dim)``.
+        layers: One ``(keys, values)`` pair per layer, each ``(num_blocks, block_size, heads, dim)``.
         num_blocks: As given.
         block_size: As given.
     """
@@ -125,19 +124,16 @@ class KVCache:
         num_blocks: int,
         *,
         block_size: int,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
+        shapes: Sequence[KVShape],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_blocks, block_size, num_kv_heads, head_dim)
-        # Zeros, not empty: attention multiplies masked values by a weight of zero, and zero times NaN is NaN.
-        # On a CPU zeros cost no memory until they are written.
-        self.layers = tuple(
-            (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
-            for _ in range(num_layers)
-        )
+        def zeros(heads: int, dim: int) -> torch.Tensor:
+            # Zeros, not empty: attention multiplies masked values by a weight of zero, and zero times NaN is NaN.
+            # On a CPU zeros cost no memory until they are written.
+            return torch.zeros(num_blocks, block_size, heads, dim, dtype=dtype, device=device)
+
+        self.layers = tuple((zeros(s.heads, s.key_dim), zeros(s.heads, s.value_dim)) for s in shapes)
         self.num_blocks = num_blocks
         self.block_size = block_size
 
@@ -159,9 +155,9 @@ class KVCache:
                     tensor.index_copy_(0, part[1], tensor.index_select(0, part[0]))
 
     @staticmethod
-    def block_bytes(*, block_size: int, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    def block_bytes(*, block_size: int, shapes: Sequence[KVShape], dtype: torch.dtype) -> int:
         """Bytes that one block takes in all layers together."""
-        return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
+        return block_size * sum(shape.numbers for shape in shapes) * dtype.itemsize
 
 
 def blocks_for(tokens: int, *, block_size: int) -> int:

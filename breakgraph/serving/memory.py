@@ -7,7 +7,7 @@ import torch
 
 from breakgraph.errors import ConfigError
 from breakgraph.models.attention import Attention
-from breakgraph.models.llama import LlamaDecoder
+from breakgraph.models.decoder import Decoder
 from breakgraph.replay_context import eager_step
 from breakgraph.serving.config import EngineConfig, Graphs, Sizes
 from breakgraph.serving.device_state import DeviceState
@@ -42,7 +42,7 @@ class MemorySplit:
 
 
 def measure_blocks(
-    decoder: LlamaDecoder, *, attention: Attention, sizes: Sizes, config: EngineConfig, block_bytes: int
+    decoder: Decoder, *, attention: Attention, sizes: Sizes, config: EngineConfig, block_bytes: int
 ) -> tuple[int, MemorySplit]:
     """Runs the largest prefill and the largest sampling eagerly and divides what is left into blocks.
 
@@ -86,19 +86,11 @@ def measure_blocks(
     return blocks, split
 
 
-def _run_largest(decoder: LlamaDecoder, *, attention: Attention, sizes: Sizes) -> None:
+def _run_largest(decoder: Decoder, *, attention: Attention, sizes: Sizes) -> None:
     """One eager prefill of the most tokens over a cache of the null block alone, then sampling of the most rows."""
-    config, device = decoder.config, decoder.device
+    device = decoder.device
     tokens = max(sizes.max_num_tokens, 1)
-    cache = KVCache(
-        1,
-        block_size=sizes.block_size,
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=decoder.dtype,
-        device=device,
-    )
+    cache = KVCache(1, block_size=sizes.block_size, shapes=decoder.kv_shapes, dtype=decoder.dtype, device=device)
     rows = sizes.max_batch_size
     state = DeviceState(
         decoder=decoder,

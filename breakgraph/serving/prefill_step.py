@@ -50,7 +50,7 @@ class PrefillStep:
         self._state = state
         self._sizes = sizes
         self._generator = torch.Generator().manual_seed(0)
-        width = state.decoder.config.hidden_size
+        width = state.decoder.hidden_size
         self.runner = PrefillRunner(
             prefill_body(state, layers=state.cache.layers),
             inputs=[
@@ -65,7 +65,7 @@ class PrefillStep:
             verify=config.verify,
             measure=config.measure,
             memory_budget=config.graph_budget,
-            expect_breaks={"attention": state.decoder.config.num_layers},
+            expect_breaks={"attention": len(state.decoder.variants)},
             progress=progress,
             enabled=config.graphs is Graphs.ON,
         )
@@ -130,7 +130,7 @@ class PrefillStep:
         """A full bucket of new prompts, each as long as a request may be, in the blocks of the empty cache."""
         sizes, device = self._sizes, self._state.device
         layout = example_layout(key.tokens, sizes=sizes)
-        hidden = torch.randn(key.tokens, self._state.decoder.config.hidden_size, generator=self._generator)
+        hidden = torch.randn(key.tokens, self._state.decoder.hidden_size, generator=self._generator)
         counts = layout.query_lens.tolist()
         slots = [
             slots_of(blocks.tolist(), start=0, count=count, block_size=sizes.block_size)
@@ -160,8 +160,8 @@ def prefill_body(state: DeviceState, *, layers: Sequence[KVLayer]) -> Callable[.
 
     def forward(*, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, batch: object) -> torch.Tensor:
         def attend(layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
-            out = torch.empty_like(q)
-            attention.prefill(q, k_cache, v_cache, out, batch)
+            out = q.new_empty(*q.shape[:2], v_cache.shape[-1])
+            attention.prefill(q, k_cache, v_cache, out, batch, decoder.variants[layer])
             return out
 
         result: torch.Tensor = decoder(hidden, positions=positions, slots=slots, kv=layers, attend=attend)

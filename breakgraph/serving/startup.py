@@ -10,7 +10,8 @@ import torch
 
 from breakgraph.capture_window import CaptureProgress
 from breakgraph.errors import ConfigError
-from breakgraph.models.attention import make_attention
+from breakgraph.models.attention import Attention, make_attention
+from breakgraph.models.decoder import Decoder
 from breakgraph.models.weights import LoadedModel
 from breakgraph.serving.config import EngineConfig, Sizes, sequence_limit
 from breakgraph.serving.device_state import DeviceState
@@ -67,15 +68,7 @@ def build_engine(
     device = decoder.device
     limit = sequence_limit(config, max_positions=model.max_positions, device_type=device.type)
     shape.check_positions(limit)
-    attention = make_attention(
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        block_size=config.block_size,
-        dtype=decoder.dtype,
-        device=device,
-        kind=config.attention,
-    )
+    attention = _attention(decoder, config=config)
     _LOG.info("attention: %s (%s)", attention.kind, attention.reason)
     # More blocks than all requests at their full length, the null block and that of the padding request would never be used.
     most = config.max_batch_size * blocks_for(limit, block_size=config.block_size) + 2
@@ -86,12 +79,7 @@ def build_engine(
         device_type=device.type,
         plans=attention.plans_decode,
     )
-    per_block = {
-        "block_size": config.block_size,
-        "num_layers": shape.num_layers,
-        "num_kv_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-    }
+    shapes = decoder.kv_shapes
     num_blocks = most if config.num_blocks is None else config.num_blocks
     if config.num_blocks is None and device.type == "cuda":
         num_blocks, split = measure_blocks(
@@ -99,7 +87,7 @@ def build_engine(
             attention=attention,
             sizes=sizes_for(num_blocks=most),
             config=config,
-            block_bytes=KVCache.block_bytes(**per_block, dtype=decoder.dtype),
+            block_bytes=KVCache.block_bytes(block_size=config.block_size, shapes=shapes, dtype=decoder.dtype),
         )
         _LOG.info("memory: %s", split)
     sizes = sizes_for(num_blocks=num_blocks)
@@ -107,7 +95,33 @@ def build_engine(
         state = DeviceState(
             decoder=decoder,
             attention=attention,
-            cache=KVCache(num_blocks, **per_block, dtype=decoder.dtype, device=device),
+            cache=KVCache(num_blocks, block_size=config.block_size, shapes=shapes, dtype=decoder.dtype, device=device),
             last_token=torch.zeros(sizes.max_batch_size + 1, dtype=torch.int64, device=device),
         )
     return Engine(state, sizes=sizes, config=config, eos_token_ids=model.generation.eos_token_ids, progress=progress)
+
+
+def _attention(decoder: Decoder, *, config: EngineConfig) -> Attention:
+    """One attention for all layers: plain torch where a layer is not plain, or layers differ in shape."""
+    first, kind = decoder.kv_shapes[0], config.attention
+    odd = [variant for variant in decoder.variants if not variant.is_plain]
+    uneven = len(set(decoder.kv_shapes)) > 1 or first.key_dim != first.value_dim
+    if odd or uneven:
+        why = f"a layer has {odd[0]}" if odd else "layers differ in the shape of what they keep"
+        if kind == "flashinfer":
+            raise ConfigError(
+                f"attention is 'flashinfer', and {why}.",
+                why="Its plain kernels would leave that out, silently.",
+                fix="Leave attention out, or give 'torch'.",
+            )
+        kind = "torch"
+        _LOG.info("attention in plain torch: %s", why)
+    return make_attention(
+        num_heads=decoder.heads,
+        num_kv_heads=first.heads,
+        head_dim=first.key_dim,
+        block_size=config.block_size,
+        dtype=decoder.dtype,
+        device=decoder.device,
+        kind=kind,
+    )

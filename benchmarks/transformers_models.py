@@ -1,0 +1,111 @@
+"""Which decoders of transformers the adapter serves: every causal language model type, small and random, on a CPU.
+
+    python benchmarks/transformers_models.py --out benchmarks/results/transformers_models.json [--kinds llama,gemma2]
+
+Each type is adapted, which compares packed, chunked and decoded logits with the model's own attention; one that passes then
+answers two prompts through the engine on the emulated backend, where every prefill and decode step must be a replay and
+every token the model's own choice. About 3 s a type.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.provenance import provenance
+from benchmarks.small_transformers import TooLargeError, kinds, small_model
+from breakgraph.errors import ConfigError
+from breakgraph.models.huggingface_load import load_transformers
+from breakgraph.models.huggingface_probe import adapt
+from breakgraph.models.weights import LoadedModel
+from breakgraph.serving import LLM, SamplingParams
+
+OPTIONS: dict[str, Any] = {
+    "max_batch_size": 2,
+    "max_num_tokens": 32,
+    "max_seq_len": 64,
+    "block_size": 4,
+    "prefill_sizes": [16, 32],
+    "contexts": [32],
+    "sampling": "greedy",
+}
+PROMPTS = [list(range(5, 27)), [11, 12, 13]]
+NEW = 6
+TIE = 1e-3
+
+
+def served(loaded: LoadedModel, model: Any) -> str:
+    """What is wrong with the answers of a model; empty where nothing is."""
+    llm = LLM(loaded, **OPTIONS)
+    answers = llm.generate(PROMPTS, SamplingParams(max_tokens=NEW, ignore_eos=True))
+    statistics = llm.statistics
+    if statistics.dropped or statistics.eager or not statistics.prefill_replays or not statistics.decode_replays:
+        reasons = dict.fromkeys(reason.split("\n")[0] for reason in statistics.dropped.values())
+        return f"not all replayed: {statistics.eager} {'; '.join(reasons)}"
+    model.set_attn_implementation("eager")
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        ids = torch.tensor([[*prompt, *answer.token_ids[:-1]]])
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :].float()
+        for row, token in zip(logits, answer.token_ids, strict=True):
+            if float(row.max() - row[token]) > TIE * float(row.abs().max()):
+                return "its tokens are not the model's own"
+    return ""
+
+
+def one(kind: str) -> dict[str, Any]:
+    """What becomes of a type."""
+    begin = time.perf_counter()
+    try:
+        model = small_model(kind)
+    except TooLargeError as error:
+        return {"outcome": "not made", "reason": f"no small configuration: {error}"}
+    except Exception as error:
+        return {
+            "outcome": "not made",
+            "reason": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+        }
+    try:
+        probed = adapt(model)
+    except ConfigError as error:
+        return {"outcome": "refused", "reason": error.what.partition("own code: ")[2] or error.what}
+    row: dict[str, Any] = {"error": float(f"{probed.error:.1e}"), "calls": len(probed.decoder.sites)}
+    try:
+        wrong = served(load_transformers(model), model)
+    except Exception as error:
+        wrong = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    row |= {
+        "outcome": "passed the probe, then differed" if wrong else "served",
+        "seconds": round(time.perf_counter() - begin, 1),
+    }
+    return row | ({"reason": wrong} if wrong else {})
+
+
+def main() -> None:
+    """Try all types and write the results file after each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--kinds", help="by default all")
+    parser.add_argument("--commit", help="where the machine has no git")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    results: dict[str, Any] = {**provenance(options.commit), "models": {}}
+    for kind in options.kinds.split(",") if options.kinds else kinds():
+        results["models"][kind] = one(kind)
+        print(kind, results["models"][kind], flush=True)
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""`load_transformers`: a model of transformers, by object or by folder, as something that the serving loop can use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from breakgraph.errors import ConfigError
+from breakgraph.models.config import DecoderConfig, default_dtype
+from breakgraph.models.generation import GenerationDefaults
+from breakgraph.models.huggingface import AdaptedDecoder
+from breakgraph.models.huggingface_probe import adapt
+from breakgraph.models.weights import LoadedModel, read_tokenizer
+
+__all__ = ["load_transformers"]
+
+
+def load_transformers(
+    model: Any,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    tokenizer: Any = None,
+) -> LoadedModel:
+    """Put a causal language model of transformers behind our attention, unchanged, if it gives its own numbers there.
+
+    Slower than our own decoders (its norms, rotary embeddings and projections are separate kernels), and for any family whose
+    attention goes through transformers' attention interface.
+
+    Args:
+        model: A `PreTrainedModel` with a language model head, which is used as it is, where it is; or the path of a folder
+            of transformers.
+        device: Where the weights of a folder go.
+        dtype: What the weights of a folder are held in; None takes bfloat16 on CUDA and float32 elsewhere.
+        tokenizer: For a model that was given as an object; None: prompts are token ids.
+
+    Returns:
+        The model, for `LLM(...)` or for runners of your own. `decoder` is an `AdaptedDecoder`.
+
+    Raises:
+        ConfigError: It cannot be read, or the probe refused it: see `adapt`.
+    """
+    generation = GenerationDefaults()
+    source = type(model).__name__
+    if isinstance(model, str | Path):
+        folder, source = Path(model), str(model)
+        model = _from_folder(folder, device=torch.device(device), dtype=dtype)
+        tokenizer = read_tokenizer(folder) if tokenizer is None else tokenizer
+        generation = GenerationDefaults.from_folder(folder, config=model.config, tokenizer=tokenizer)
+    if not isinstance(model, torch.nn.Module) or not callable(getattr(type(model), "get_decoder", None)):
+        raise ConfigError(
+            f"load_transformers() got a {type(model).__name__}; expected a causal language model of transformers, or its folder.",
+            why="Its body is run over a paged cache, and its head makes the logits.",
+            fix="Pass AutoModelForCausalLM.from_pretrained(...).eval(), or the path of the folder.",
+        )
+    probed = adapt(model)
+    config = _shape(model, probed.decoder, positions=probed.max_positions)
+    return LoadedModel(probed.decoder, config, tokenizer, generation, probed.max_positions, source)
+
+
+def _from_folder(folder: Path, *, device: torch.device, dtype: torch.dtype | None) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=dtype or default_dtype(device), local_files_only=True
+        )
+    except Exception as error:  # transformers validates with errors of several libraries
+        raise ConfigError(
+            f"{folder} is no causal language model that transformers can load: {error}",
+            why="The model's own code is used, so transformers must know it.",
+            fix="Check the folder, or use a newer transformers.",
+        ) from error
+    return model.to(device).eval()
+
+
+def _shape(model: Any, decoder: AdaptedDecoder, *, positions: int) -> DecoderConfig:
+    """What the serving loop asks of a configuration: vocabulary and positions; heads are those of the first call."""
+    text, site = model.config.get_text_config(), decoder.sites[0]
+    return DecoderConfig(
+        model_type=str(text.model_type),
+        vocab_size=int(model.get_output_embeddings().weight.shape[0]),
+        hidden_size=decoder.hidden_size,
+        intermediate_size=int(getattr(text, "intermediate_size", None) or decoder.hidden_size),
+        num_layers=len(decoder.sites),
+        num_heads=site.heads,
+        num_kv_heads=site.kv_heads,
+        head_dim=site.head_dim,
+        max_positions=positions,
+        dtype=decoder.dtype,
+    )
