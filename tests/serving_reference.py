@@ -58,19 +58,20 @@ def logits_of(model: LoadedModel, token_ids: Sequence[int]) -> torch.Tensor:
     decoder, shape = model.decoder, model.config
     count = len(token_ids)
     cache = [
-        tuple(torch.zeros(1, count, shape.num_kv_heads, shape.head_dim) for _ in range(2))
+        tuple(torch.zeros(2, count, shape.num_kv_heads, shape.head_dim) for _ in range(2))
         for _ in range(shape.num_layers)
     ]
 
     def attend(layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
         repeat = shape.num_heads // shape.num_kv_heads
-        k, v = (x[0].repeat_interleave(repeat, dim=1).transpose(0, 1) for x in (k_cache, v_cache))
+        k, v = (x[1].repeat_interleave(repeat, dim=1).transpose(0, 1) for x in (k_cache, v_cache))
         return F.scaled_dot_product_attention(q.transpose(0, 1), k, v, is_causal=True).transpose(0, 1)
 
     places = torch.arange(count)
     with torch.no_grad():
         hidden = decoder.embed(torch.tensor(token_ids))
-        hidden = decoder(hidden, positions=places, slots=places, kv=cache, attend=attend)
+        # In block 1: rows in block 0 would be padding.
+        hidden = decoder(hidden, positions=places, slots=places + count, kv=cache, attend=attend)
         return decoder.logits(hidden[-1:])[0]
 
 

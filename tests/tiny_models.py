@@ -14,6 +14,7 @@ from breakgraph.models.weights import LoadedModel
 from breakgraph.replay_context import eager_step
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+SPARSE_FAMILIES = ("mixtral", "qwen3_moe")
 
 TINY: dict[str, Any] = {
     "vocab_size": 97,
@@ -42,15 +43,19 @@ LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
 
 
 def tiny_config(family: str, **overrides: Any) -> Any:
-    """A configuration of transformers; Qwen3's heads are wider than its hidden size says."""
+    """A configuration of transformers; the heads of Qwen3 and Qwen3-MoE are wider than their hidden size says."""
     import transformers
 
     values = {**TINY, **overrides}
     if family == "mistral":
         values.setdefault("sliding_window", None)
-    if family == "qwen3":
+    if family in ("qwen3", "qwen3_moe"):
         values.setdefault("head_dim", 16)
-    name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
+    if family == "mixtral":
+        values = {"num_local_experts": 4, "num_experts_per_tok": 2, **values}
+    if family == "qwen3_moe":
+        values = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 24, **values}
+    name = "".join(part.capitalize() for part in family.split("_"))
     return getattr(transformers, f"{name}Config")(**values)
 
 

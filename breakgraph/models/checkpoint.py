@@ -12,7 +12,7 @@ import torch
 from breakgraph.errors import ConfigError
 from breakgraph.models.generation import read_json
 
-__all__ = ["Progress", "load_safetensors", "shard_paths"]
+__all__ = ["Progress", "load_safetensors", "shard_paths", "tensor_names"]
 
 Progress = Callable[[str, int, int], None]
 """`progress(stage, done, total)`: stage is a few words for people; done goes from 0 to total."""
@@ -46,6 +46,21 @@ def shard_paths(folder: Path) -> tuple[Path, ...]:
             fix="Download the missing files; convert a pytorch_model.bin with save_pretrained of transformers.",
         )
     return shards
+
+
+def tensor_names(folder: Path) -> frozenset[str]:
+    """The names of all tensors of a folder. Reads the headers of its files only.
+
+    Raises:
+        ConfigError: A file is missing or damaged.
+    """
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for shard in shard_paths(folder):
+        with _open(safe_open, shard) as file:
+            names.update(file.keys())
+    return frozenset(names)
 
 
 @torch.no_grad()

@@ -10,9 +10,9 @@ import torch
 
 from breakgraph.errors import ConfigError
 
-__all__ = ["SUPPORTED_MODEL_TYPES", "DecoderConfig", "RopeConfig", "default_dtype"]
+__all__ = ["SUPPORTED_MODEL_TYPES", "DecoderConfig", "ExpertsConfig", "RopeConfig", "default_dtype"]
 
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 
 # Rope types whose frequencies do not depend on the length of the running sequence. The others would need a table
 # for each request, so they are refused by name.
@@ -41,14 +41,47 @@ class RopeConfig:
 
 
 @attrs.frozen
+class ExpertsConfig:
+    """A mixture of experts in place of the MLP.
+
+    Attributes:
+        num_experts: Experts of a layer.
+        experts_per_token: How many of them compute a row.
+        inner_size: Width of the gated MLP of one expert.
+        renormalise: The shares of a row's experts are scaled to sum to one.
+        dense_layers: Layers that have an ordinary MLP all the same.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    inner_size: int
+    renormalise: bool = True
+    dense_layers: tuple[int, ...] = ()
+
+    def __attrs_post_init__(self) -> None:
+        if self.num_experts < 1 or self.inner_size < 1:
+            raise ConfigError(
+                f"{self.num_experts} experts of width {self.inner_size} are no mixture of experts.",
+                why="A layer with experts needs at least one, and a width.",
+                fix="Correct the number of experts or moe_intermediate_size in the model's config.json.",
+            )
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            raise ConfigError(
+                f"{self.experts_per_token} of {self.num_experts} experts were to compute each token.",
+                why="A token goes through at least one expert, and through none of them twice.",
+                fix="Correct num_experts_per_tok in the model's config.json.",
+            )
+
+
+@attrs.frozen
 class DecoderConfig:
     """Shape of a Llama-like decoder.
 
     Attributes:
-        model_type: Family as transformers names it: llama, mistral, qwen2 or qwen3.
+        model_type: Family as transformers names it, one of `SUPPORTED_MODEL_TYPES`.
         vocab_size: Rows of the embedding and of the output matrix.
         hidden_size: Width of the residual stream.
-        intermediate_size: Width of the gated MLP.
+        intermediate_size: Width of the gated MLP, in layers without experts.
         num_layers: Decoder layers.
         num_heads: Query heads.
         num_kv_heads: Key and value heads; divides `num_heads`.
@@ -63,6 +96,7 @@ class DecoderConfig:
         sliding_window: Tokens that a token may look back on, itself included; None means all. This decoder has
             no windowed attention, see `check_positions`.
         dtype: What the weights are held in.
+        experts: The mixture of experts; None where every layer has an ordinary MLP.
     """
 
     model_type: str
@@ -82,6 +116,7 @@ class DecoderConfig:
     rope: RopeConfig = attrs.field(factory=RopeConfig)
     sliding_window: int | None = None
     dtype: torch.dtype = torch.float32
+    experts: ExpertsConfig | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
@@ -96,6 +131,17 @@ class DecoderConfig:
                 why="Rotary embedding turns pairs of channels.",
                 fix="Use a model with an even head dimension.",
             )
+        dense = self.experts.dense_layers if self.experts is not None else ()
+        if unknown := [layer for layer in dense if not 0 <= layer < self.num_layers]:
+            raise ConfigError(
+                f"{self.model_type}: layer {unknown[0]} was to have no experts; there are {self.num_layers} layers.",
+                why="Layers are counted from 0, and one that is not there would go unnoticed.",
+                fix="Correct mlp_only_layers in the model's config.json.",
+            )
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer has experts in place of its MLP."""
+        return self.experts is not None and layer not in self.experts.dense_layers
 
     @property
     def q_size(self) -> int:
@@ -176,12 +222,43 @@ class DecoderConfig:
             # `to_dict` drops values that equal the family's default in some releases; the attribute is always there.
             tie_word_embeddings=bool(config.tie_word_embeddings),
             qkv_bias=bias or family == "qwen2",
-            o_bias=bias and family in ("llama", "qwen3"),
-            qk_norm=family == "qwen3",
+            o_bias=bias and family in ("llama", "qwen3", "qwen3_moe"),
+            qk_norm=family in ("qwen3", "qwen3_moe"),
             rope=_rope(values.get("rope_parameters") or {}, family),
             sliding_window=_sliding_window(values),
             dtype=dtype,
+            experts=_experts(config, family),
         )
+
+
+def _experts(config: Any, family: str) -> ExpertsConfig | None:
+    # Attributes, not `to_dict`: releases differ in the key that the number of experts is written under.
+    if family == "mixtral":
+        return ExpertsConfig(
+            num_experts=int(config.num_local_experts),
+            experts_per_token=int(config.num_experts_per_tok),
+            inner_size=int(config.intermediate_size),
+        )
+    if family != "qwen3_moe":
+        return None
+    layers, step = range(int(config.num_hidden_layers)), int(config.decoder_sparse_step)
+    if step < 1:
+        raise ConfigError(
+            f"{family}: decoder_sparse_step={step} says nothing about which layers have experts.",
+            why="Every so many layers one has experts, counted from this number on.",
+            fix="Correct decoder_sparse_step in the model's config.json; 1 gives every layer experts.",
+        )
+    ordinary = set(config.mlp_only_layers or ())
+    dense = tuple(layer for layer in layers if layer in ordinary or (layer + 1) % step)
+    if len(dense) == len(layers) or not config.num_experts:
+        return None
+    return ExpertsConfig(
+        num_experts=int(config.num_experts),
+        experts_per_token=int(config.num_experts_per_tok),
+        inner_size=int(config.moe_intermediate_size),
+        renormalise=bool(config.norm_topk_prob),
+        dense_layers=dense,
+    )
 
 
 def _refuse(values: Mapping[str, Any], family: str, option: str, expected: object) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from breakgraph.models.attention import AttentionVariant, KVLayer, KVShape
+from breakgraph.models.experts import ExpertsChoice
 
 __all__ = ["Attend", "Decoder"]
 
@@ -20,7 +21,12 @@ class Decoder(nn.Module, abc.ABC):
     """A decoder of packed rows over a paged cache.
 
     An attention *call* is one use of the attention in a forward, usually one a layer: each has a pair of caches and a variant.
+
+    Attributes:
+        experts: How a mixture of experts is computed; None where there is none, or it is not ours.
     """
+
+    experts: ExpertsChoice | None = None
 
     @property
     @abc.abstractmethod

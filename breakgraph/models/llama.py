@@ -1,8 +1,9 @@
-"""A decoder for Llama, SmolLM2, Mistral, Qwen2 and Qwen3, over packed rows and a paged cache.
+"""A decoder for Llama, SmolLM2, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE, over packed rows and a paged cache.
 
 One forward serves prefill and decode: rows are tokens, whoever they belong to. `positions` says where in its
 sequence each token stands, `slots` where its key and value go, and `attend` how the rows see one another. The
-differences between the families are three flags: biases on q, k and v, a bias on the output, norms on q and k.
+differences between the families are three flags: biases on q, k and v, a bias on the output, norms on q and k; and
+in some layers a mixture of experts stands in place of the MLP, see `experts`.
 
 Everything here is device work of fixed shape, so all of it may lie in a graph; only `attend` decides for itself
 whether it is a break.
@@ -20,34 +21,34 @@ from torch import nn
 from breakgraph.models.attention import PLAIN, AttentionVariant, KVLayer, KVShape
 from breakgraph.models.config import DecoderConfig
 from breakgraph.models.decoder import Attend, Decoder
+from breakgraph.models.experts import ExpertsChoice, SparseMLP, choose_experts
+from breakgraph.models.linear import GatedMLP, Linear, parameter
 from breakgraph.models.ops import Ops, make_ops
 from breakgraph.models.rope import rope_table
 
 __all__ = ["Attend", "LlamaDecoder"]
 
 
-def _parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
-    # Inference only: a parameter that asked for gradients would drag autograd into every capture.
-    return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
-
-
-class Linear(nn.Module):
-    """`x @ weight.T + bias`; several projections of a checkpoint may share it, one below the other."""
-
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = _parameter(outputs, inputs, device=device, dtype=dtype)
-        self.bias = _parameter(outputs, device=device, dtype=dtype) if bias else None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(T, inputs) -> (T, outputs)."""
-        return F.linear(x, self.weight, self.bias)
-
-
 class DecoderLayer(nn.Module):
-    """Attention and gated MLP, each behind a norm."""
+    """Attention and MLP, each behind a norm.
 
-    def __init__(self, config: DecoderConfig, *, ops: Ops, device: torch.device, dtype: torch.dtype) -> None:
+    Args:
+        config: Shape of the decoder.
+        experts: How experts are computed; None makes an ordinary MLP.
+        ops: Elementwise kernels.
+        device: Where the parameters are made.
+        dtype: What they are held in.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        experts: ExpertsChoice | None,
+        ops: Ops,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
         super().__init__()
         self.config = config
         self.ops = ops
@@ -55,15 +56,20 @@ class DecoderLayer(nn.Module):
         def linear(inputs: int, outputs: int, bias: bool = False) -> Linear:
             return Linear(inputs, outputs, bias=bias, device=device, dtype=dtype)
 
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.input_norm = _parameter(hidden, device=device, dtype=dtype)
+        hidden = config.hidden_size
+        self.input_norm = parameter(hidden, device=device, dtype=dtype)
         self.qkv_proj = linear(hidden, config.q_size + 2 * config.kv_size, config.qkv_bias)
-        self.q_norm = _parameter(config.head_dim, device=device, dtype=dtype) if config.qk_norm else None
-        self.k_norm = _parameter(config.head_dim, device=device, dtype=dtype) if config.qk_norm else None
+        self.q_norm = parameter(config.head_dim, device=device, dtype=dtype) if config.qk_norm else None
+        self.k_norm = parameter(config.head_dim, device=device, dtype=dtype) if config.qk_norm else None
         self.o_proj = linear(config.q_size, hidden, config.o_bias)
-        self.post_attention_norm = _parameter(hidden, device=device, dtype=dtype)
-        self.gate_up_proj = linear(hidden, 2 * inner)
-        self.down_proj = linear(inner, hidden)
+        self.post_attention_norm = parameter(hidden, device=device, dtype=dtype)
+        self.mlp: GatedMLP | SparseMLP
+        if experts is not None and config.experts is not None:
+            self.mlp = SparseMLP(
+                config.experts, hidden_size=hidden, choice=experts, ops=ops, device=device, dtype=dtype
+            )
+        else:
+            self.mlp = GatedMLP(hidden, config.intermediate_size, ops=ops, device=device, dtype=dtype)
 
     def attention_inputs(
         self, normed: torch.Tensor, positions: torch.Tensor, table: torch.Tensor
@@ -78,11 +84,6 @@ class DecoderLayer(nn.Module):
         q, k = self.ops.rope(q, k, positions, table)
         return q, k, v
 
-    def mlp(self, normed: torch.Tensor) -> torch.Tensor:
-        """(T, H) -> (T, H)."""
-        down: torch.Tensor = self.down_proj(self.ops.silu_and_mul(self.gate_up_proj(normed)))
-        return down
-
 
 class LlamaDecoder(Decoder):
     """Embedding, layers, final norm and output matrix. Parameters are uninitialised until they are loaded.
@@ -93,6 +94,10 @@ class LlamaDecoder(Decoder):
         dtype: What they are held in; None takes the configuration's.
         max_positions: Rows of the rope table; None takes the configuration's.
         ops: Elementwise kernels; None chooses them for device and dtype.
+        experts: How a mixture of experts is computed, see `choose_experts`.
+
+    Attributes:
+        experts: What was chosen, and why; None in a decoder without experts.
     """
 
     rope: torch.Tensor
@@ -105,20 +110,33 @@ class LlamaDecoder(Decoder):
         dtype: torch.dtype | None = None,
         max_positions: int | None = None,
         ops: Ops | None = None,
+        experts: str = "auto",
     ) -> None:
         super().__init__()
         device, dtype = torch.device(device), dtype or config.dtype
         self.config = config
         self.ops = ops or make_ops(device, dtype)
-        self.embed_tokens = _parameter(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, ops=self.ops, device=device, dtype=dtype) for _ in range(config.num_layers)
+        self.embed_tokens = parameter(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
+        self.experts = (
+            choose_experts(config.experts, hidden_size=config.hidden_size, device=device, dtype=dtype, kind=experts)
+            if config.experts is not None
+            else None
         )
-        self.norm = _parameter(config.hidden_size, device=device, dtype=dtype)
+        self.layers = nn.ModuleList(
+            DecoderLayer(
+                config,
+                experts=self.experts if config.is_sparse(index) else None,
+                ops=self.ops,
+                device=device,
+                dtype=dtype,
+            )
+            for index in range(config.num_layers)
+        )
+        self.norm = parameter(config.hidden_size, device=device, dtype=dtype)
         self.lm_head = (
             self.embed_tokens
             if config.tie_word_embeddings
-            else _parameter(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
+            else parameter(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
         )
         table = rope_table(config, positions=max_positions or config.max_positions)
         self.register_buffer("rope", table.to(device), persistent=False)
@@ -172,7 +190,8 @@ class LlamaDecoder(Decoder):
         Args:
             hidden: (T, H), from `embed`. It may be overwritten.
             positions: int64 (T,), each below the rows of the rope table.
-            slots: int64 (T,), where each row's key and value go: `block * block_size + offset`; 0 for padding rows.
+            slots: int64 (T,), where each row's key and value go: `block * block_size + offset`. Rows whose slot lies
+                in block 0 are padding: they share its slots, and experts do not compute them.
             kv: One pair of caches for each layer; written at `slots`.
             attend: Attention of one layer over the cache just written.
 
@@ -181,6 +200,8 @@ class LlamaDecoder(Decoder):
         """
         eps = self.config.rms_norm_eps
         layers = cast("Sequence[DecoderLayer]", self.layers)
+        # A segment of a graph cannot know how many rows are real, but it sees where they are stored.
+        padding = slots < kv[0][0].shape[1] if self.experts is not None else None
         residual = hidden
         normed = self.ops.rms_norm(hidden, layers[0].input_norm, eps)
         for index, layer in enumerate(layers):
@@ -192,7 +213,7 @@ class LlamaDecoder(Decoder):
             attended = layer.o_proj(attend(index, q, k_cache, v_cache).flatten(1))
             normed, residual = self.ops.add_rms_norm(attended, residual, layer.post_attention_norm, eps)
             following = layers[index + 1].input_norm if index + 1 < len(layers) else self.norm
-            normed, residual = self.ops.add_rms_norm(layer.mlp(normed), residual, following, eps)
+            normed, residual = self.ops.add_rms_norm(layer.mlp(normed, padding), residual, following, eps)
         return normed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -9,10 +9,11 @@ import attrs
 import torch
 
 from breakgraph.errors import ConfigError
-from breakgraph.models.checkpoint import Progress, load_safetensors
+from breakgraph.models.checkpoint import Progress, load_safetensors, tensor_names
 from breakgraph.models.config import SUPPORTED_MODEL_TYPES, DecoderConfig, default_dtype
 from breakgraph.models.decoder import Decoder
 from breakgraph.models.demo import demo_gguf
+from breakgraph.models.experts import SparseMLP
 from breakgraph.models.generation import GenerationDefaults, read_json
 from breakgraph.models.gguf_cache import gguf_folder, is_gguf
 from breakgraph.models.llama import DecoderLayer, LlamaDecoder
@@ -29,6 +30,7 @@ __all__ = [
 ]
 
 DEMO = "demo"
+FUSED_EXPERTS = ".mlp.experts.gate_up_proj"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -100,7 +102,7 @@ class OpenedModel:
             decoder = LlamaDecoder(config, device=device, dtype=dtype, max_positions=served)
             load_safetensors(
                 self.folder,
-                weight_targets(decoder),
+                weight_targets(decoder, fused_experts=_has_fused_experts(self.folder, config)),
                 ignored=("lm_head.weight",) if config.tie_word_embeddings else (),
                 progress=progress,
             )
@@ -186,11 +188,13 @@ def random_model(
     )
 
 
-def weight_targets(decoder: LlamaDecoder) -> dict[str, torch.Tensor]:
+def weight_targets(decoder: LlamaDecoder, *, fused_experts: bool = False) -> dict[str, torch.Tensor]:
     """Where each tensor of a checkpoint goes: whole parameters, or rows of merged ones.
 
     Args:
         decoder: Its parameters are the targets; views share their memory.
+        fused_experts: The checkpoint has the experts of a layer stacked in one tensor, as transformers holds them;
+            otherwise each has its own tensors, as models are published and as transformers saves them.
 
     Returns:
         Targets by the names that transformers saves.
@@ -204,21 +208,23 @@ def weight_targets(decoder: LlamaDecoder) -> dict[str, torch.Tensor]:
         targets["lm_head.weight"] = decoder.lm_head
     for index, module in enumerate(decoder.layers):
         layer = cast("DecoderLayer", module)
-        for name, target in _layer_targets(layer, config).items():
+        for name, target in _layer_targets(layer, config, fused_experts=fused_experts).items():
             targets[f"model.layers.{index}.{name}"] = target
     return targets
 
 
-def _layer_targets(layer: DecoderLayer, config: DecoderConfig) -> dict[str, torch.Tensor]:
-    gate, up = layer.gate_up_proj.weight.chunk(2)
+def _layer_targets(layer: DecoderLayer, config: DecoderConfig, *, fused_experts: bool) -> dict[str, torch.Tensor]:
     targets: dict[str, torch.Tensor] = {
         "input_layernorm.weight": layer.input_norm,
         "post_attention_layernorm.weight": layer.post_attention_norm,
         "self_attn.o_proj.weight": layer.o_proj.weight,
-        "mlp.gate_proj.weight": gate,
-        "mlp.up_proj.weight": up,
-        "mlp.down_proj.weight": layer.down_proj.weight,
     }
+    if isinstance(layer.mlp, SparseMLP):
+        targets |= _expert_targets(layer.mlp, family=config.model_type, fused=fused_experts)
+    else:
+        gate, up = layer.mlp.gate_up_proj.weight.chunk(2)
+        targets["mlp.gate_proj.weight"], targets["mlp.up_proj.weight"] = gate, up
+        targets["mlp.down_proj.weight"] = layer.mlp.down_proj.weight
     rows = [config.q_size, config.kv_size, config.kv_size]
     for part, weight in zip("qkv", torch.split(layer.qkv_proj.weight, rows), strict=True):
         targets[f"self_attn.{part}_proj.weight"] = weight
@@ -231,6 +237,28 @@ def _layer_targets(layer: DecoderLayer, config: DecoderConfig) -> dict[str, torc
         targets["self_attn.q_norm.weight"] = layer.q_norm
         targets["self_attn.k_norm.weight"] = layer.k_norm
     return targets
+
+
+def _expert_targets(mlp: SparseMLP, *, family: str, fused: bool) -> dict[str, torch.Tensor]:
+    if fused:
+        return {
+            "mlp.gate.weight": mlp.router,
+            "mlp.experts.gate_up_proj": mlp.gate_up,
+            "mlp.experts.down_proj": mlp.down,
+        }
+    mixtral = family == "mixtral"
+    block = "block_sparse_moe" if mixtral else "mlp"
+    gate_name, up_name, down_name = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    targets: dict[str, torch.Tensor] = {f"{block}.gate.weight": mlp.router}
+    for number in range(mlp.config.num_experts):
+        gate, up = mlp.gate_up[number].chunk(2)
+        for name, target in ((gate_name, gate), (up_name, up), (down_name, mlp.down[number])):
+            targets[f"{block}.experts.{number}.{name}.weight"] = target
+    return targets
+
+
+def _has_fused_experts(folder: Path, config: DecoderConfig) -> bool:
+    return config.experts is not None and any(name.endswith(FUSED_EXPERTS) for name in tensor_names(folder))
 
 
 def _model_folder(path: str | Path, *, cache_root: Path | None, progress: Progress | None) -> Path:

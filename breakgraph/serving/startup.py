@@ -70,6 +70,8 @@ def build_engine(
     shape.check_positions(limit)
     attention = _attention(decoder, config=config)
     _LOG.info("attention: %s (%s)", attention.kind, attention.reason)
+    if decoder.experts is not None:
+        _LOG.info("experts: %s (%s)", decoder.experts.kind, decoder.experts.reason)
     # More blocks than all requests at their full length, the null block and that of the padding request would never be used.
     most = config.max_batch_size * blocks_for(limit, block_size=config.block_size) + 2
     sizes_for = partial(
