@@ -2,9 +2,11 @@
 
 A FlashInfer *wrapper* plans on the host and runs on the device. What follows from how it plans:
 
+- Its `plan()` is called once for each wrapper; the planner of `flashinfer_planner` makes the other plans, with less
+  work on the host. Where that one does not fit, all plans are FlashInfer's.
 - `plan()` fills a page-locked buffer of the wrapper and copies it to the device asynchronously. The host runs one
   step ahead, so the next plan could overwrite what the copy has yet to read: an event is recorded behind each
-  plan, and waited for before the next plan of the same wrapper.
+  plan, and waited for before the next plan of the same wrapper. The thin planner guards its slots likewise.
 - The scratch buffers of the kernels are baked into captured graphs: they are allocated once and never grow. Kernels
   of one stream run in order, so all wrappers share the float scratch.
 - Plans are made on the current stream, which must be the one that launches the step.
@@ -12,7 +14,9 @@ A FlashInfer *wrapper* plans on the host and runs on the device. What follows fr
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import attrs
 import flashinfer
@@ -21,7 +25,7 @@ import numpy.typing as npt
 import torch
 
 from breakgraph.break_function import eager_on_graph
-from breakgraph.errors import InternalError, LiveDataError
+from breakgraph.errors import ConfigError, InternalError, LiveDataError
 from breakgraph.models.attention import (
     PLAIN,
     Attention,
@@ -31,30 +35,44 @@ from breakgraph.models.attention import (
     DecodeState,
     Int32Array,
 )
+from breakgraph.models.flashinfer_packing import Packing, blocks_of, offsets
+from breakgraph.models.flashinfer_planner import (
+    DecodePlanner,
+    DeviceIndices,
+    PinnedRing,
+    Planning,
+    PrefillPlanner,
+    check_version,
+    proven,
+)
 
 __all__ = ["FlashInferAttention", "FlashInferBatch", "FlashInferDecodeState"]
 
 FLOAT_WORKSPACE_BYTES = 128 * 1024 * 1024  # FlashInfer's recommendation; enough to decode 400 rows of an 8B model
 DECODE_INT_WORKSPACE_BYTES = 1024 * 1024  # a plan of 1,024 rows takes about 50 KiB; the default is 8 MiB a wrapper
+PREFILL_INT_WORKSPACE_BYTES = 8 * 1024 * 1024  # what FlashInfer allocates
 CUDA_CORE_GROUP_SIZES = (1, 2, 3, 4, 6, 8)  # the decode kernel without tensor cores exists for these only
+
+P = TypeVar("P", DecodePlanner, PrefillPlanner)
+
+_LOG = logging.getLogger(__name__)
 
 
 @attrs.define(eq=False)
-class _Planner:
-    """A wrapper, the guard of its page-locked buffer, and how often it has planned."""
+class _Planner(Generic[P]):
+    """A wrapper, its thin planner if it has one, the guard of its own page-locked buffer, and the steps it planned."""
 
     wrapper: Any
+    thin: P | None = None
     copied: torch.cuda.Event = attrs.field(factory=torch.cuda.Event)
     plans: int = 0
 
-    def plan(self, *args: Any, **kwargs: Any) -> int:
-        """Plan when the previous plan has been copied to the device; returns the number of this plan."""
+    def plan(self, *args: Any, **kwargs: Any) -> None:
+        """FlashInfer's plan, when its previous one has been copied to the device."""
         # An event that was never recorded counts as complete.
         self.copied.synchronize()
         self.wrapper.plan(*args, **kwargs)
         self.copied.record()
-        self.plans += 1
-        return self.plans
 
 
 @attrs.frozen(eq=False)
@@ -68,7 +86,7 @@ class FlashInferBatch:
     """
 
     rows: int
-    planner: _Planner | None
+    planner: _Planner[PrefillPlanner] | None
     plan: int
 
 
@@ -78,11 +96,13 @@ class FlashInferDecodeState(DecodeState):
 
     Attributes:
         planner: The graph wrapper.
-        indices: int32 (batch_size * max_blocks,), on the device: the pages of all rows, packed.
+        indices: Its buffers on the device.
+        packing: Where its arrays lie in them.
     """
 
-    planner: _Planner
-    indices: torch.Tensor
+    planner: _Planner[DecodePlanner]
+    indices: DeviceIndices
+    packing: Packing
 
 
 class FlashInferAttention(Attention):
@@ -91,45 +111,122 @@ class FlashInferAttention(Attention):
     Key and value caches must have equal strides, so allocate them alike. Kernels that were not prebuilt for this
     dtype and head dimension are compiled at the first plan, which takes a minute or more.
 
-    Memory: 128 MiB of scratch, twice 8 MiB for prefill, 1 MiB for each decode state.
+    Memory: 128 MiB of scratch, twice 8 MiB for prefill, 1 MiB for each decode state; on the host, page-locked, twice 8 MiB.
+
+    Args:
+        shape: Heads, sizes, dtype and device.
+        reason: Why this implementation was chosen, for people.
+        planning: Who plans. Where the thin planner does not fit, FlashInfer does, and a warning says so.
+        prefill_backend: "fa3" or "fa2"; None is FA3 on Hopper, else FA2.
+
+    Attributes:
+        planning: Who plans from here on.
     """
 
     kind = "flashinfer"
     plans_decode = True
 
-    def __init__(self, shape: AttentionShape, *, reason: str) -> None:
+    def __init__(
+        self,
+        shape: AttentionShape,
+        *,
+        reason: str,
+        planning: Planning = Planning.THIN,
+        prefill_backend: str | None = None,
+    ) -> None:
         super().__init__(shape, reason=reason)
         device = shape.device
         self._scratch = torch.zeros(FLOAT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._backend = "fa3" if torch.cuda.get_device_capability(device)[0] == 9 else "fa2"
+        backend = prefill_backend or ("fa3" if torch.cuda.get_device_capability(device)[0] == 9 else "fa2")
         self._tensor_cores = _prefers_tensor_cores(shape)
         # Two planners by turns: the host plans step n+1 while the device still reads the plan of step n.
-        self._prefill = tuple(
-            _Planner(
-                flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._scratch, kv_layout="NHD", backend=self._backend)
-            )
+        self._prefill: tuple[_Planner[PrefillPlanner], ...] = tuple(
+            _Planner(flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._scratch, kv_layout="NHD", backend=backend))
             for _ in range(2)
         )
         self._turn = 0
+        self.planning = planning
+        self._ring: PinnedRing | None = None
+        if planning is Planning.THIN:
+            try:
+                check_version(flashinfer.__version__)
+                self._ring = PinnedRing(PREFILL_INT_WORKSPACE_BYTES)
+            except ConfigError as error:
+                self._plan_publicly_from_now_on(error)
+
+    def _plan_publicly_from_now_on(self, error: ConfigError) -> None:
+        self.planning, self._ring = Planning.PUBLIC, None
+        _LOG.warning("FlashInfer's own plan() is used, which takes more host time: %s", error.what)
+
+    def _set_up(
+        self,
+        planner: _Planner[P],
+        *,
+        publicly: Callable[[], None],
+        make: Callable[[PinnedRing], P],
+        thinly: Callable[[P], None],
+    ) -> None:
+        """Plan a batch publicly; where the thin planner serves, make it and let it plan the same batch."""
+        publicly()
+        ring = self._ring
+        if ring is None:
+            return
+        try:
+            planner.thin = proven(planner.wrapper, lambda: make(ring), thinly)
+        except ConfigError as error:
+            self._plan_publicly_from_now_on(error)
+            publicly()  # the attempt has left its traces in the wrapper
+            return
+        # Its own page-locked memory is not needed any more. One of the slots takes its place: nothing writes to it there.
+        planner.copied.synchronize()
+        planner.wrapper._pin_memory_int_workspace_buffer = ring.workspace
 
     def plan_prefill(self, layout: BatchLayout) -> FlashInferBatch:
-        """See `Attention`. 80 to 290 us of host time; waits for the copy of the plan before the last one."""
-        if layout.rows == 0:
+        """See `Attention`. Waits for the copies of the plan before the last one.
+
+        Host time: what the C++ plan takes, and about 30 us. That of FA3 grows with requests and query heads.
+        """
+        rows = layout.rows
+        if rows == 0:
             return FlashInferBatch(0, None, 0)
         planner = self._prefill[self._turn]
         self._turn = (self._turn + 1) % len(self._prefill)
+        planner.plans += 1
         shape = self.shape
         lens = layout.seq_lens
-        blocks = _blocks(lens, shape.block_size)
+
+        def thinly(thin: PrefillPlanner) -> None:
+            thin.plan(query_lens=layout.query_lens, seq_lens=lens, block_tables=layout.block_tables)
+
+        if planner.thin is not None:
+            thinly(planner.thin)
+        else:
+            self._set_up(
+                planner,
+                publicly=lambda: self._plan_prefill_publicly(planner, layout, lens),
+                make=lambda ring: PrefillPlanner(
+                    planner.wrapper,
+                    ring=ring,
+                    device=shape.device,
+                    head_dim=shape.head_dim,
+                    block_size=shape.block_size,
+                ),
+                thinly=thinly,
+            )
+        return FlashInferBatch(rows, planner, planner.plans)
+
+    def _plan_prefill_publicly(self, planner: _Planner[PrefillPlanner], layout: BatchLayout, lens: Int32Array) -> None:
+        shape = self.shape
+        blocks = blocks_of(lens, shape.block_size)
         pages = [np.asarray(t[:n], dtype=np.int32) for t, n in zip(layout.block_tables, blocks, strict=True)]
         indptr, page_indptr, last, kv_lens, indices = _pinned(
-            _offsets(layout.query_lens),
-            _offsets(blocks),
+            offsets(layout.query_lens),
+            offsets(blocks),
             _last_page(lens, blocks, shape.block_size),
             lens,
             np.concatenate(pages),
         )
-        number = planner.plan(
+        planner.plan(
             indptr,
             page_indptr,
             indices,
@@ -144,7 +241,6 @@ class FlashInferAttention(Attention):
             seq_lens=kv_lens,
             max_token_per_sequence=int(layout.query_lens.max()),
         )
-        return FlashInferBatch(layout.rows, planner, number)
 
     @eager_on_graph(name="attention", live=("batch",), rows=("q", "out"), writes=("out",))
     def prefill(
@@ -179,7 +275,9 @@ class FlashInferAttention(Attention):
         """See `Attention`. Plans once, for one token on the null block in every row, so that it may be captured."""
         shape = self.shape
         blocks = shape.blocks_for(max_context)
-        indices = torch.zeros(batch_size * blocks, dtype=torch.int32, device=shape.device)
+        packing = Packing.of(batch_size, queries=False)
+        indices = DeviceIndices(packing.pages - packing.device + batch_size * blocks, device=shape.device)
+        _, page_indptr, last, pages = indices.views(packing)
         needed = self._decode_scratch_bytes(batch_size)
         scratch = self._scratch
         if needed > scratch.numel():
@@ -189,17 +287,28 @@ class FlashInferAttention(Attention):
             kv_layout="NHD",
             use_cuda_graph=True,
             use_tensor_cores=self._tensor_cores,
-            paged_kv_indptr_buffer=torch.zeros(batch_size + 1, dtype=torch.int32, device=shape.device),
-            paged_kv_indices_buffer=indices,
-            paged_kv_last_page_len_buffer=torch.ones(batch_size, dtype=torch.int32, device=shape.device),
+            paged_kv_indptr_buffer=page_indptr,
+            paged_kv_indices_buffer=pages,
+            paged_kv_last_page_len_buffer=last,
         )
         small = torch.zeros(DECODE_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=shape.device)
         wrapper.reset_workspace_buffer(scratch, small)
-        state = FlashInferDecodeState(batch_size, max_context, blocks, _Planner(wrapper), indices)
-        self.plan_decode(
-            state,
-            block_tables=np.zeros((batch_size, blocks), dtype=np.int32),
-            seq_lens=np.ones(batch_size, dtype=np.int32),
+        planner: _Planner[DecodePlanner] = _Planner(wrapper)
+        state = FlashInferDecodeState(batch_size, max_context, blocks, planner, indices, packing)
+        tables, lens = np.zeros((batch_size, blocks), dtype=np.int32), np.ones(batch_size, dtype=np.int32)
+        self._set_up(
+            planner,
+            publicly=lambda: self._plan_decode_publicly(state, tables, lens),
+            make=lambda ring: DecodePlanner(
+                wrapper,
+                indices=indices,
+                packing=packing,
+                ring=ring,
+                head_dim=shape.head_dim,
+                block_size=shape.block_size,
+                dtype=shape.dtype,
+            ),
+            thinly=lambda thin: thin.plan(block_tables=tables, seq_lens=lens),
         )
         return state
 
@@ -232,18 +341,25 @@ class FlashInferAttention(Attention):
         return out
 
     def plan_decode(self, state: DecodeState, *, block_tables: Int32Array, seq_lens: Int32Array) -> None:
-        """See `Attention`. About 0.1 ms of host time, up to 0.7 ms for 128 rows with tensor cores."""
+        """See `Attention`. About 30 us of host time for 64 rows; waits for the copies of the plan before the last one."""
         assert isinstance(state, FlashInferDecodeState)
-        shape = self.shape
         lens = np.asarray(seq_lens, dtype=np.int32)
-        blocks = _blocks(lens, shape.block_size)
+        thin = state.planner.thin
+        if thin is None:
+            self._plan_decode_publicly(state, block_tables, lens)
+        else:
+            thin.plan(block_tables=block_tables, seq_lens=lens)
+
+    def _plan_decode_publicly(self, state: FlashInferDecodeState, block_tables: Int32Array, lens: Int32Array) -> None:
+        shape = self.shape
+        blocks = blocks_of(lens, shape.block_size)
         used = np.arange(block_tables.shape[1], dtype=np.int32) < blocks[:, None]
         indptr, last, kv_lens, pages = _pinned(
-            _offsets(blocks), _last_page(lens, blocks, shape.block_size), lens, block_tables[used]
+            offsets(blocks), _last_page(lens, blocks, shape.block_size), lens, block_tables[used]
         )
         # Pages on the host would be copied by FlashInfer with a wait for the device, so they are brought over here
         # and handed in from the buffer itself: copying it onto itself is nothing.
-        resident = state.indices[: pages.shape[0]]
+        resident = state.indices.views(state.packing)[-1][: pages.shape[0]]
         resident.copy_(pages, non_blocking=True)
         state.planner.plan(
             indptr,
@@ -268,16 +384,6 @@ def _prefers_tensor_cores(shape: AttentionShape) -> bool:
     # Measured on an H200: faster for groups of 3 (64 channels) and of 4 with 128 channels, slower for 4 with 64.
     group = shape.group_size
     return group not in CUDA_CORE_GROUP_SIZES or group == 3 or (group >= 4 and shape.head_dim >= 128)
-
-
-def _blocks(lens: Int32Array, block_size: int) -> Int32Array:
-    return (-(-lens // block_size)).astype(np.int32)
-
-
-def _offsets(counts: Int32Array) -> Int32Array:
-    offsets = np.zeros(len(counts) + 1, dtype=np.int32)
-    np.cumsum(counts, out=offsets[1:])
-    return offsets
 
 
 def _last_page(lens: Int32Array, blocks: Int32Array, block_size: int) -> Int32Array:
