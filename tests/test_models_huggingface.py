@@ -170,7 +170,7 @@ REAL_HEADS = {
     "kv_lora_rank": 64,
     "q_lora_rank": 64,
     "moe_intermediate_size": 64,
-    "sliding_window": 64,
+    "sliding_window": 32,  # the probe goes past it
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,7 +40,8 @@ class Probed:
     Attributes:
         decoder: The adapter.
         max_positions: Longest sequence that was shown to be right, or that the configuration promises.
-        error: Largest difference of a logit from the model's own, relative to the largest logit.
+        error: Largest difference of a logit from the model's own, relative to the largest logit; in half precision that of
+            three quarters of the rows.
     """
 
     decoder: AdaptedDecoder
@@ -104,8 +106,12 @@ class _Probe:
             self.model.set_attn_implementation(self.reference)
             expected = [self.model(input_ids=ids[None], use_cache=False).logits[0].float() for ids in (first, second)]
             self.model.set_attn_implementation(ATTENTION)
-        error = max(_difference(a, b) for a, b in zip(ours, expected, strict=True))
-        allowed = _TOLERANCE.get(decoder.dtype, _COARSE)
+        allowed = _TOLERANCE.get(decoder.dtype)
+        # In half precision a rounding may send a row to other experts: a quarter of the rows may be off. What a wrong window or a
+        # leaking state changes is more than that.
+        share = 1.0 if allowed else 0.75
+        allowed = allowed or _COARSE
+        error = _difference(torch.cat(ours), torch.cat(expected), share=share)
         if not error <= allowed:
             raise _refusal(
                 self.model,
@@ -258,7 +264,10 @@ class _Probe:
         return prefill
 
 
-def _difference(ours: torch.Tensor, expected: torch.Tensor) -> float:
+def _difference(ours: torch.Tensor, expected: torch.Tensor, *, share: float) -> float:
+    """Largest difference of a logit, relative to the largest logit, in the best `share` of the rows."""
     if ours.shape != expected.shape or not bool(torch.isfinite(ours).all()):
         return float("inf")
-    return float((ours - expected).abs().max() / expected.abs().max().clamp_min(1e-9))
+    rows = (ours - expected).abs().amax(-1).sort().values
+    last = max(math.ceil(share * len(rows)) - 1, 0)
+    return float(rows[last] / expected.abs().max().clamp_min(1e-9))
