@@ -105,5 +105,6 @@ def small_model(
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() >= 2:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+                spread = 1.7 / parameter.shape[-1] ** 0.5  # rows of about unit size, whatever the width
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)
     return model
