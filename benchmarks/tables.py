@@ -308,6 +308,19 @@ def continuous_batching() -> str:
     )
 
 
+def planner() -> str:
+    """Host time of planning, public against thin."""
+    return _table(
+        ("model", "requests", "what", "public plan, us", "ours, us", "of it FlashInfer's scheduler, us"),
+        (
+            (shape, row["requests"], what, *(round(row[field][name]) for name in ("public_us", "thin_us", "native_us")))
+            for shape, rows in _read("planner_h200.json")["shapes"].items()
+            for row in rows
+            for field, what in (("decode", "decode"), ("prefill_fa3", "prefill, FA3"), ("prefill_fa2", "prefill, FA2"))
+        ),
+    )
+
+
 def transformers_models() -> str:
     """What becomes of each model type of transformers."""
     groups: dict[tuple[str, str], list[str]] = {}
@@ -316,8 +329,8 @@ def transformers_models() -> str:
         reason = re.sub(r"\d+ attention calls for \d+ layers", "fewer attention calls than layers", reason)
         reason = re.sub(r"by [\d.e+-]+", "by far", reason)
         reason = re.sub(r"\b\w+(Attention|Residual)\b", "its attention", reason)
-        groups.setdefault((row["outcome"], reason.split("; ")[0][:110]), []).append(kind)
-    order = {"served": 0, "refused": 1, "not made": 2}
+        groups.setdefault((row["outcome"], reason.split("; ")[0][:120]), []).append(kind)
+    order = {"served": 0, "right, but eager": 1, "refused": 2, "not made": 3}
     ranked = sorted(groups.items(), key=lambda item: (order.get(item[0][0], -1), -len(item[1])))
     return _table(
         ("outcome", "reason", "types", "which"),
@@ -340,6 +353,7 @@ TABLES: dict[str, Callable[[], str]] = {
         decode_period,
         start_up,
         continuous_batching,
+        planner,
         transformers_models,
     )
 }

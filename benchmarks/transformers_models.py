@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import re
 import sys
 import time
 import warnings
@@ -59,7 +60,7 @@ def served(loaded: LoadedModel, model: Any) -> tuple[str, str]:
     statistics = llm.statistics
     if statistics.dropped or statistics.eager:
         reasons = dict.fromkeys(reason.split("\n")[0] for reason in statistics.dropped.values())
-        return "right, but eager", "; ".join(reasons)
+        return "right, but eager", re.sub(r"\S+/(?=transformers/)", "", "; ".join(reasons))
     assert statistics.prefill_replays, statistics
     assert statistics.decode_replays, statistics
     return "served", ""
