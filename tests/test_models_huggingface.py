@@ -108,6 +108,34 @@ def test_what_a_layer_does_comes_from_its_calls_and_its_configuration() -> None:
     assert adapt(small_model("mistral", sliding_window=200)).max_positions == 200
 
 
+def test_lengths_that_nothing_reads_bound_the_sequences() -> None:
+    """FAULT-F5: a window under another name, and the length from which longrope changes, may not be gone past."""
+    model = small_model("llama")
+    assert adapt(model).max_positions == 256
+    model.config.local_window = 40
+    assert adapt(model).max_positions == 40
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    stretched = small_model("phi3", rope_parameters=rope, original_max_position_embeddings=64)
+    assert adapt(stretched).max_positions == 64
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), torch.OutOfMemoryError("no memory")])
+def test_what_says_nothing_of_a_model_is_no_refusal(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FAULT-E3: an interrupt and a lack of memory reach the caller as they are, and the model is as it was."""
+    from breakgraph.models import huggingface_probe
+
+    def fail(*_: object) -> None:
+        raise error
+
+    model = small_model("llama")
+    before = model.config._attn_implementation
+    monkeypatch.setattr(huggingface_probe._Probe, "_ours", fail)
+    with pytest.raises(type(error)):
+        adapt(model)
+    assert model.config._attn_implementation == before
+
+
 def test_a_wrong_window_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """FAULT-F5: if a layer's window were read wrongly, the probe would see other logits and refuse."""
     from breakgraph.models import huggingface_probe
@@ -129,7 +157,10 @@ def test_layers_in_another_order_are_noticed() -> None:
     llm.start()
     body = loaded.decoder.model.model  # type: ignore[union-attr]
     body.layers[0], body.layers[1] = body.layers[1], body.layers[0]
-    with pytest.raises(ConfigError, match="came from another layer than when the model was probed"):
+    with pytest.raises(ConfigError, match="came from another layer, unlike when the model was probed"):
+        llm.generate(PROMPTS[1], SamplingParams(max_tokens=2))
+    body.layers = body.layers[:0]
+    with pytest.raises(ConfigError, match="attention call 0 did not come"):
         llm.generate(PROMPTS[1], SamplingParams(max_tokens=2))
 
 

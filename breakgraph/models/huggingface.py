@@ -45,13 +45,10 @@ _KNOWN = frozenset(
         "output_hidden_states",
         "return_dict",
         "layer_idx",
-        "position_bias",
-        "attention_mask",
         "cu_seq_lens_q",
         "cu_seq_lens_k",
         "max_length_q",
         "max_length_k",
-        "head_mask",
     }
 )
 
@@ -178,6 +175,14 @@ class _BodyOutput:
         return (self.last_hidden_state,)[index]
 
 
+def _not_as_probed(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what}, unlike when the model was probed.",
+        why="Each call has a cache and a variant of its own, and who sees whom was found out then.",
+        fix="Use a model whose forward does the same at every step; or its own generate().",
+    )
+
+
 class AdaptedDecoder(Decoder):
     """A causal language model of transformers as a decoder of packed rows over a paged cache.
 
@@ -263,11 +268,9 @@ class AdaptedDecoder(Decoder):
         def handle(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keywords: Any) -> torch.Tensor:
             index, site = next(calls, (-1, None))
             if site is None or site.module is not module:
-                raise ConfigError(
-                    f"attention call {index} came from another layer than when the model was probed.",
-                    why="Each call has a cache and a plan of its own.",
-                    fix="Use a model whose layers run in one order; or its own generate().",
-                )
+                raise _not_as_probed(f"attention call {index} came from another layer")
+            if keywords["mask"] is not None:
+                raise _not_as_probed(f"attention call {index} was given a mask")
             k_cache, v_cache = kv[index]
             k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, slots, k[0].transpose(0, 1))
             v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slots, v[0].transpose(0, 1))
@@ -275,6 +278,8 @@ class AdaptedDecoder(Decoder):
 
         with dispatched(handle):
             output = self.body(inputs_embeds=hidden[None], position_ids=positions[None], use_cache=False)
+        if (left := next(calls, None)) is not None:
+            raise _not_as_probed(f"attention call {left[0]} did not come")
         rows: torch.Tensor = output[0]
         return rows[0]
 

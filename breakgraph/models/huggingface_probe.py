@@ -67,11 +67,10 @@ def adapt(model: Any) -> Probed:
     register()
     try:
         return _Probe(model, reference=reference).run()
-    except BreakgraphError:
+    except BaseException as error:
         model.set_attn_implementation(before)
-        raise
-    except Exception as error:
-        model.set_attn_implementation(before)
+        if isinstance(error, BreakgraphError | torch.OutOfMemoryError) or not isinstance(error, Exception):
+            raise  # says nothing of the model
         raise _refusal(model, f"its forward raised {type(error).__name__}: {error}") from error
 
 
@@ -79,7 +78,7 @@ def _refusal(model: Any, reason: str) -> ConfigError:
     return ConfigError(
         f"{type(model).__name__} cannot be served through its own code: {reason}.",
         why="It would run without an error and write wrong text.",
-        fix="Use one of the families with a decoder here (breakgraph models), or transformers itself.",
+        fix="Use a model that docs/models.md lists as served, or transformers itself.",
     )
 
 
@@ -189,8 +188,29 @@ class _Probe:
 
     def _positions(self, sites: Sequence[Site], longest: int) -> int:
         limit = int(getattr(self.config, "max_position_embeddings", None) or 1 << 20)
-        untested = [bound for bound in self._bounds(sites) if bound >= longest]
+        untested = [bound for bound in (*self._bounds(sites), *self._unread()) if bound >= longest]
         return min([limit, *untested])
+
+    def _unread(self) -> list[int]:
+        """Lengths in the configuration at which a model may begin to do something else that nothing here has read."""
+        values = self.config.to_dict()
+        windows = [
+            value
+            for name, value in values.items()
+            if ("window" in name or "chunk" in name)
+            and name not in ("sliding_window", "attention_chunk_size", "max_window_layers", "chunk_size_feed_forward")
+            and type(value) is int
+        ]
+        # Past the original length longrope takes other frequencies, for a whole batch if one sequence in it is that long.
+        rope = values.get("rope_parameters") or {}
+        kinds = [rope, *(one for one in rope.values() if isinstance(one, dict))]
+        original = values.get("original_max_position_embeddings")
+        long = [
+            one.get("original_max_position_embeddings") or original
+            for one in kinds
+            if one.get("rope_type") == "longrope"
+        ]
+        return windows + [int(length) for length in long if length]
 
     def _ours(self, decoder: AdaptedDecoder, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Logits of all tokens: two prompts in one batch, each in two chunks, and the last token of each decoded."""
