@@ -287,8 +287,8 @@ class GraphRunner(abc.ABC, Generic[K]):
         Raises:
             MovedBufferError: A watched tensor is not where it was at capture; nothing was run.
             NoGraphError: Its graph was dropped or suspended since, with `fallback="error"`.
-            ReplayError: Two later steps were prepared since; it is of another runner or from before `clear()`; its
-                padding request was given back; or the graph refused. Nothing was run.
+            ReplayError: It was launched already; two later steps were prepared since; it is of another runner or from
+                before `clear()`; its padding request was given back; or the graph refused. Nothing was run.
         """
         if not isinstance(prepared, Prepared):
             raise ConfigError(

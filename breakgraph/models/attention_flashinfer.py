@@ -184,7 +184,7 @@ class FlashInferAttention(Attention):
     def plan_prefill(self, layout: BatchLayout) -> FlashInferBatch:
         """See `Attention`. Waits for the copies of the plan before the last one.
 
-        Host time: what the C++ plan takes, and about 30 us. That of FA3 grows with requests and query heads.
+        Host time: docs/benchmarks.md. The C++ plan of FA3 grows with requests and query heads.
         """
         rows = layout.rows
         if rows == 0:
@@ -341,7 +341,7 @@ class FlashInferAttention(Attention):
         return out
 
     def plan_decode(self, state: DecodeState, *, block_tables: Int32Array, seq_lens: Int32Array) -> None:
-        """See `Attention`. About 30 us of host time for 64 rows; waits for the copies of the plan before the last one."""
+        """See `Attention`. Waits for the copies of the plan before the last one; host time: docs/benchmarks.md."""
         assert isinstance(state, FlashInferDecodeState)
         lens = np.asarray(seq_lens, dtype=np.int32)
         thin = state.planner.thin
