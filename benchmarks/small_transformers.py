@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["TooLargeError", "kinds", "small_model"]
+__all__ = ["OPTIONS", "TooLargeError", "kinds", "small_model"]
 
 MOST_PARAMETERS = 30_000_000
 # A window and a chunk of 8 tokens, so that short sequences go past them; two key-value heads for four query heads.
@@ -55,6 +55,17 @@ SIZES: dict[str, Any] = {
     "word_embed_proj_dim": 32,
     "ffn_hidden_size": 48,
     "n_inner": 48,
+}
+
+# Of an engine for them: steps that are padded, chunked and batched.
+OPTIONS: dict[str, Any] = {
+    "max_batch_size": 2,
+    "max_num_tokens": 32,
+    "max_seq_len": 64,
+    "block_size": 4,
+    "prefill_sizes": [16, 32],
+    "contexts": [32],
+    "sampling": "greedy",
 }
 
 

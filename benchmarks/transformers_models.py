@@ -24,22 +24,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.provenance import provenance
-from benchmarks.small_transformers import TooLargeError, kinds, small_model
+from benchmarks.small_transformers import OPTIONS, TooLargeError, kinds, small_model
 from breakgraph.errors import ConfigError
 from breakgraph.models.huggingface_load import load_transformers
 from breakgraph.models.huggingface_probe import adapt
 from breakgraph.models.weights import LoadedModel
 from breakgraph.serving import LLM, SamplingParams
 
-OPTIONS: dict[str, Any] = {
-    "max_batch_size": 2,
-    "max_num_tokens": 32,
-    "max_seq_len": 64,
-    "block_size": 4,
-    "prefill_sizes": [16, 32],
-    "contexts": [32],
-    "sampling": "greedy",
-}
 PROMPTS = [list(range(5, 27)), [11, 12, 13]]
 NEW = 6
 TIE = 1e-3

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.small_transformers import small_model
+from benchmarks.small_transformers import OPTIONS, small_model
 from breakgraph.errors import ConfigError
 from breakgraph.models.huggingface_load import load_transformers
 from breakgraph.models.huggingface_probe import adapt
@@ -29,15 +29,6 @@ SERVED = [
     "llama4_text",
     "deepseek_v3",
 ]
-OPTIONS: dict[str, Any] = {
-    "max_batch_size": 2,
-    "max_num_tokens": 32,
-    "max_seq_len": 64,
-    "block_size": 4,
-    "prefill_sizes": [16, 32],
-    "contexts": [32],
-    "sampling": "greedy",
-}
 PROMPTS = [[5, 9, 2, 7, 7, 3, 1, 8, 60, 61, 4, 4, 9, 30, 31, 32, 33, 34, 35, 36, 37, 38], [11, 12, 13]]
 NEW = 8
 TIE = 1e-3
