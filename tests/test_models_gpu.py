@@ -206,6 +206,32 @@ def test_fused_steps_equal_torch() -> None:
         torch.testing.assert_close(got, want, **CLOSE)
 
 
+@pytest.mark.parametrize(("head_dim", "dense"), [(64, True), (128, True), (64, False), (80, True)])
+def test_appended_keys_and_values_are_where_they_belong(head_dim: int, dense: bool) -> None:
+    """Rows of a merged projection, in and out of order, over many pages: bit for bit what torch writes; the rest untouched.
+
+    In a dense cache, in one whose keys and values lie beside each other, and for a head dimension that the kernel lacks.
+    """
+    blocks, heads = 300, 3
+    qkv = torch.randn(70, 9 * head_dim, device="cuda", dtype=torch.bfloat16)
+    _, k, v = (part.unflatten(-1, (-1, head_dim)) for part in qkv.chunk(3, dim=-1))
+    slots = torch.randperm(blocks * BLOCK, device="cuda")[:70]
+    both = torch.zeros(2, blocks, 2, BLOCK, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+    fused, plain = FlashInferOps(), TorchOps()
+    expected = (torch.zeros_like(both[0, :, 0]), torch.zeros_like(both[0, :, 0]))
+    plain.append(k, v, expected, plain.places(slots, blocks=blocks))
+    cache = (both[0, :, 0], both[0, :, 1])
+    if dense:
+        cache = (cache[0].contiguous(), cache[1].contiguous())
+    for rows in (0, 70):
+        places = fused.places(slots[:rows], blocks=blocks)
+        fused.append(k[:rows], v[:rows], cache, places)
+    assert expected[0].any()
+    for got, want in zip(cache, expected, strict=True):
+        assert torch.equal(got, want)
+    assert not both[1].any()
+
+
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_decoder_with_flashinfer_equals_plain_torch(qk_norm: bool) -> None:
     """Prefill, a second chunk and a decode step of a small bfloat16 decoder: both ways give the same logits, nearly."""

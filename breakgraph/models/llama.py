@@ -202,15 +202,13 @@ class LlamaDecoder(Decoder):
         layers = cast("Sequence[DecoderLayer]", self.layers)
         # A segment of a graph cannot know how many rows are real, but it sees where they are stored.
         padding = slots < kv[0][0].shape[1] if self.experts is not None else None
+        places = self.ops.places(slots, blocks=kv[0][0].shape[0])
         residual = hidden
         normed = self.ops.rms_norm(hidden, layers[0].input_norm, eps)
         for index, layer in enumerate(layers):
             q, k, v = layer.attention_inputs(normed, positions, self.rope)
-            k_cache, v_cache = kv[index]
-            # `view` and not `flatten`: of a cache that is not dense, flatten would make a copy and write to that.
-            k_cache.view(-1, *k.shape[1:]).index_copy_(0, slots, k)
-            v_cache.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
-            attended = layer.o_proj(attend(index, q, k_cache, v_cache).flatten(1))
+            self.ops.append(k, v, kv[index], places)
+            attended = layer.o_proj(attend(index, q, *kv[index]).flatten(1))
             normed, residual = self.ops.add_rms_norm(attended, residual, layer.post_attention_norm, eps)
             following = layers[index + 1].input_norm if index + 1 < len(layers) else self.norm
             normed, residual = self.ops.add_rms_norm(layer.mlp(normed, padding), residual, following, eps)

@@ -11,7 +11,13 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-__all__ = ["FlashInferOps", "Ops", "TorchOps", "make_ops"]
+from breakgraph.models.attention_types import KVLayer
+
+__all__ = ["FlashInferOps", "Ops", "Places", "TorchOps", "make_ops"]
+
+
+Places = tuple[torch.Tensor, ...]
+"""Where the keys and values of a step go, as the kernel wants to be told."""
 
 
 class Ops(Protocol):
@@ -35,6 +41,14 @@ class Ops(Protocol):
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         """`silu(gate) * up` of x (T, 2 * I) = gate | up; returns (T, I)."""
+        ...
+
+    def places(self, slots: torch.Tensor, *, blocks: int) -> Places:
+        """What `append` takes for the slots (T,) of a step, made once a step: slots of a cache of so many blocks."""
+        ...
+
+    def append(self, k: torch.Tensor, v: torch.Tensor, cache: KVLayer, places: Places) -> None:
+        """Write keys and values (T, heads, D) to the caches of a layer. Where rows share a slot, one of them is kept."""
         ...
 
 
@@ -66,10 +80,27 @@ class TorchOps:
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
 
+    def places(self, slots: torch.Tensor, *, blocks: int) -> Places:
+        """See `Ops`. The slots themselves."""
+        return (slots,)
+
+    def append(self, k: torch.Tensor, v: torch.Tensor, cache: KVLayer, places: Places) -> None:
+        """See `Ops`."""
+        _copy(k, v, cache, places[0])
+
+
+def _copy(k: torch.Tensor, v: torch.Tensor, cache: KVLayer, slots: torch.Tensor) -> None:
+    for rows, blocks in zip((k, v), cache, strict=True):
+        # `view` and not `flatten`: of a cache that is not dense, flatten would make a copy and write to that.
+        blocks.view(-1, *rows.shape[1:]).index_copy_(0, slots, rows)
+
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+_APPENDED = (64, 128, 256, 512)  # head dimensions of FlashInfer's kernel
 
 
 class FlashInferOps:
@@ -107,6 +138,20 @@ class FlashInferOps:
         """See `Ops`."""
         result: torch.Tensor = self._lib.activation.silu_and_mul(x)
         return result
+
+    def places(self, slots: torch.Tensor, *, blocks: int) -> Places:
+        """See `Ops`. FlashInfer finds a page through the table of a request: all rows are of one request that owns every page."""
+        pages = torch.arange(blocks + 1, dtype=torch.int32, device=slots.device)
+        return slots, slots.int(), torch.zeros_like(slots, dtype=torch.int32), pages
+
+    def append(self, k: torch.Tensor, v: torch.Tensor, cache: KVLayer, places: Places) -> None:
+        """See `Ops`. One kernel for both; head dimensions that it does not have, and unlike caches, take two of torch."""
+        slots, positions, requests, pages = places
+        if k.shape[-1] not in _APPENDED or k.shape != v.shape or cache[0].stride() != cache[1].stride() or not len(k):
+            _copy(k, v, cache, slots)
+            return
+        # The last two are where each request's pages begin and how full its last page is, which is not read.
+        self._lib.page.append_paged_kv_cache(k, v, requests, positions, cache, pages[:-1], pages, pages[:-1])
 
 
 def make_ops(device: torch.device, dtype: torch.dtype) -> Ops:
