@@ -2,11 +2,14 @@
 
     python benchmarks/planner.py --out benchmarks/results/planner_h200.json
 
-*Public* and *thin*: host time until `plan_decode` or `plan_prefill` returns, the device idle before it, in runs of one kind that
-take turns, as in `runner_cost.py`. *Native*: the part of a thin plan that is the call of FlashInfer's C++ plan, from runs of
-their own with a clock around it; no planner that calls it can be faster. Prefill is planned for FA3 and FA2; *kernel* is device
-time of one layer's attention of that batch. Decode: contexts around 160. Prefill: chunks of 32 rows, every other one behind 128
-cached tokens. Medians, microseconds. The thin plan of each batch is compared with the public one before it is timed.
+*Public* and *ours*: host time until `plan_decode`, `plan_prefill` or `plan_captured` returns, in runs of one kind that
+take turns, as in `runner_cost.py`; *busy*: with a kernel of a millisecond running on the device, as in a loop that
+plans step n+1 while step n runs; *idle*: behind a synchronisation, where the first copy also has to wake the device.
+*Native*: the part of a plan of ours that is the call of FlashInfer's C++ plan, from runs of their own with a clock
+around it; FA3 is planned without. *Captured*: the plan of a graph of 4096 rows with FA3, padding included. *Kernel* is
+device time of one layer's attention of that batch, as planned publicly and by us. Decode: contexts around 160. Prefill:
+chunks of 32 rows (16 for 256 requests), every other one behind 128 cached tokens. Medians, microseconds. The plan of
+each batch is compared with the public one before it is timed.
 """
 
 from __future__ import annotations
@@ -30,25 +33,30 @@ from benchmarks.shapes import SHAPES
 from breakgraph.models.attention import AttentionShape, BatchLayout
 from breakgraph.models.attention_flashinfer import FlashInferAttention
 from breakgraph.models.flashinfer_planner import Planning
+from breakgraph.models.flashinfer_schedule import works_of
 
 REQUESTS = (1, 8, 64, 256)
 BLOCK = 16
 CACHE_BLOCKS = 4096
 ROWS, CACHED = 32, 128
 MAX_CONTEXT = 512
+GRAPH_ROWS = 4096
 
 
 def host_medians(plans: dict[str, Callable[[], Any]], *, repeats: int) -> dict[str, float]:
-    """Host microseconds of each plan."""
-    spent: dict[str, list[float]] = {name: [] for name in plans}
+    """Host microseconds of each plan, behind an idle device and beside a busy one."""
+    spent: dict[str, list[float]] = {f"{name}_{device}_us": [] for name in plans for device in ("idle", "busy")}
     for _ in range(3):
         for name, plan in plans.items():
-            for number in range(repeats + 5):
-                torch.cuda.synchronize()
-                begin = time.perf_counter()
-                plan()
-                if number >= 5:
-                    spent[name].append(1e6 * (time.perf_counter() - begin))
+            for device in ("idle", "busy"):
+                for number in range(repeats + 5):
+                    torch.cuda.synchronize()
+                    if device == "busy":
+                        torch.cuda._sleep(2_000_000)
+                    begin = time.perf_counter()
+                    plan()
+                    if number >= 5:
+                        spent[f"{name}_{device}_us"].append(1e6 * (time.perf_counter() - begin))
     return {name: round(statistics.median(values), 1) for name, values in spent.items()}
 
 
@@ -93,8 +101,16 @@ def device_median(run: Callable[[], Any], *, repeats: int) -> float:
 
 
 def assert_same(thin: Any, public: Any) -> None:
-    """Two wrappers have the same plan."""
-    if list(thin._plan_info) != list(public._plan_info):
+    """Two wrappers have the same plan, or with FA3 the same works."""
+    if public._backend == "fa3":
+        ctas = torch.cuda.get_device_properties("cuda").multi_processor_count
+        ours, theirs = (
+            works_of(each._int_workspace_buffer.view(torch.int32).cpu().numpy(), each._plan_info, ctas=ctas)
+            for each in (thin, public)
+        )
+        if not np.array_equal(ours, theirs):
+            raise RuntimeError(f"our schedule has {len(ours)} works, other ones than the public {len(theirs)}")
+    elif list(thin._plan_info) != list(public._plan_info):
         raise RuntimeError(f"the thin plan is {list(thin._plan_info)}, the public one {list(public._plan_info)}")
 
 
@@ -111,18 +127,19 @@ def decode_case(attentions: dict[str, FlashInferAttention], *, requests: int, re
     plans = {name: plan(name) for name in attentions}
     for each in plans.values():
         each()
-    thin = states["thin"].planner
-    assert thin.thin is not None
-    assert_same(thin.wrapper, states["public"].planner.wrapper)
-    measured = host_medians(plans, repeats=repeats)
-    measured["native"] = native_median([thin.thin], plans["thin"], repeats=repeats)
-    return {f"{name}_us": value for name, value in measured.items()}
+    ours = states["ours"].planner
+    assert ours.thin is not None
+    assert_same(ours.wrapper, states["public"].planner.wrapper)
+    return {
+        **host_medians(plans, repeats=repeats),
+        "native_us": native_median([ours.thin], plans["ours"], repeats=repeats),
+    }
 
 
 def prefill_case(attentions: dict[str, FlashInferAttention], *, requests: int, repeats: int) -> dict[str, float]:
     """Prefill chunks of a number of requests."""
     random = np.random.default_rng(requests)
-    rows = np.full(requests, ROWS, dtype=np.int32)
+    rows = np.full(requests, ROWS if requests < 256 else ROWS // 2, dtype=np.int32)
     contexts = (CACHED * (np.arange(requests) % 2)).astype(np.int32)
     tables = [random.integers(1, CACHE_BLOCKS, -(-int(n) // BLOCK)).astype(np.int32) for n in rows + contexts]
     layout = BatchLayout(rows, contexts, tables)
@@ -132,21 +149,34 @@ def prefill_case(attentions: dict[str, FlashInferAttention], *, requests: int, r
 
     plans = {name: plan(name) for name in attentions}
     batches = {name: [each() for _ in range(4)][-1] for name, each in plans.items()}  # two wrappers, set up first
-    thin, public = (batches[name].planner for name in ("thin", "public"))
-    assert thin is not None
+    ours, public = (batches[name].planner for name in ("ours", "public"))
+    assert ours is not None
     assert public is not None
-    assert_same(thin.wrapper, public.wrapper)
+    torch.cuda.synchronize()
+    assert_same(ours.wrapper, public.wrapper)
+    attention = attentions["ours"]
+    if attention.no_capture() is None and requests <= 64:
+        state = attention.prefill_state(rows=GRAPH_ROWS, requests=64, max_context=MAX_CONTEXT)
+        plans["captured"] = lambda: attention.plan_captured(state, layout)
     measured = host_medians(plans, repeats=repeats)
-    planners = [planner.thin for planner in attentions["thin"]._prefill]
-    measured["native"] = native_median(planners, plans["thin"], repeats=repeats)
-    attention = attentions["thin"]
+    if public.wrapper._backend == "fa2":
+        planners = [planner.thin for planner in attention._prefill]
+        measured["native_us"] = native_median(planners, plans["ours"], repeats=repeats)
     shape = attention.shape
     cache = (CACHE_BLOCKS, BLOCK, shape.num_kv_heads, shape.head_dim)
     k, v = (torch.randn(cache, device="cuda", dtype=shape.dtype) for _ in range(2))
     q = torch.randn(layout.rows, shape.num_heads, shape.head_dim, device="cuda", dtype=shape.dtype)
-    out, batch = torch.empty_like(q), plans["thin"]()
-    measured["kernel"] = device_median(lambda: attention.prefill(q, k, v, out, batch), repeats=repeats // 3)
-    return {f"{name}_us": value for name, value in measured.items()}
+    outputs = {name: torch.empty_like(q) for name in attentions}
+    for name, each in attentions.items():
+        batch = plans[name]()
+
+        def run(each: FlashInferAttention = each, out: torch.Tensor = outputs[name], batch: Any = batch) -> None:
+            each.attend(q, k, v, out, batch)
+
+        measured[f"kernel_{name}_us"] = device_median(run, repeats=repeats // 3)
+    if not torch.equal(*outputs.values()):
+        raise RuntimeError("the outputs differ")
+    return measured
 
 
 def run_shape(name: str, *, repeats: int) -> list[dict[str, Any]]:
@@ -158,8 +188,8 @@ def run_shape(name: str, *, repeats: int) -> list[dict[str, Any]]:
     hopper = torch.cuda.get_device_capability()[0] == 9
     kinds = {
         backend: {
-            kind.value: FlashInferAttention(shape, reason="benchmark", planning=kind, prefill_backend=backend)
-            for kind in (Planning.PUBLIC, Planning.THIN)
+            name: FlashInferAttention(shape, reason="benchmark", planning=kind, prefill_backend=backend)
+            for name, kind in (("public", Planning.PUBLIC), ("ours", Planning.THIN))
         }
         for backend in (("fa3", "fa2") if hopper else ("fa2",))
     }

@@ -13,20 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from breakgraph.errors import ConfigError, LiveDataError
-from breakgraph.models import flashinfer_planner
+from breakgraph.models import flashinfer_slots
 from breakgraph.models.attention import AttentionShape, BatchLayout
+from breakgraph.models.flashinfer_hopper import HopperPlanner, proven_schedule
 from breakgraph.models.flashinfer_packing import ALIGNMENT, HostArrays, Packing, blocks_of, offsets
 from breakgraph.models.flashinfer_planner import (
-    FIRST_CAPACITY,
     DecodePlanner,
     DeviceIndices,
-    PinnedRing,
     Planning,
     PrefillPlanner,
     check_version,
     proven,
 )
+from breakgraph.models.flashinfer_schedule import Scheduler, works_of
+from breakgraph.models.flashinfer_slots import FIRST_CAPACITY, PinnedRing
 
+CPU = torch.device("cpu")
 BLOCK = 16
 CACHE_BLOCKS = 2048
 # Query heads, key-value heads, head dimension: 135M and 8B decode with tensor cores, 1B without.
@@ -117,14 +119,14 @@ class _HostEvent:
     def synchronize(self) -> None:
         self.log.append("wait")
 
-    def record(self) -> None:
+    def record(self, stream: object = None) -> None:
         self.log.append("record")
 
 
 @pytest.fixture
 def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots without page-locked memory and events without a device."""
-    monkeypatch.setattr(flashinfer_planner, "_pinned", lambda count, dtype: torch.zeros(count, dtype=dtype))
+    monkeypatch.setattr(flashinfer_slots, "_pinned", lambda count, dtype: torch.zeros(count, dtype=dtype))
     monkeypatch.setattr(torch.cuda, "Event", _HostEvent)
 
 
@@ -151,16 +153,16 @@ def _wrapper(**others: Any) -> Any:
 
 
 @pytest.mark.usefixtures("on_the_host")
-@pytest.mark.parametrize(("backend", "more"), [("fa2", (-1, False, 0, 0)), ("fa3", ())])
-def test_what_the_plan_of_a_prefill_gets(backend: str, more: tuple[Any, ...]) -> None:
+def test_what_the_plan_of_a_prefill_gets() -> None:
     """Arguments in FlashInfer's order; what the wrapper runs with is on the device, also when the buffers have grown."""
-    ring = PinnedRing(16)
-    wrapper = _wrapper(is_cuda_graph_enabled=False, _backend=backend)
-    planner = PrefillPlanner(wrapper, ring=ring, device=torch.device("cpu"), head_dim=64, block_size=4)
+    ring = PinnedRing(16, device=CPU)
+    wrapper = _wrapper(is_cuda_graph_enabled=False, _backend="fa2")
+    planner = PrefillPlanner(wrapper, ring=ring, device=CPU, head_dim=64, block_size=4)
     for length in (7, 4 * 2 * FIRST_CAPACITY):
         lens = np.array([length, 5], dtype=np.int32)
         tables = [np.arange(-(-int(n) // 4), dtype=np.int32) for n in lens]
-        planner.plan(query_lens=np.array([3, 5], dtype=np.int32), seq_lens=lens, block_tables=tables)
+        rows = np.array([3, 5], dtype=np.int32)
+        planner.plan(BatchLayout(rows, lens - rows, tables))
         pages = len(tables[0])
         indptr = [0, pages, pages + 2]
         assert wrapper.calls[-1][3:] == (
@@ -177,9 +179,9 @@ def test_what_the_plan_of_a_prefill_gets(backend: str, more: tuple[Any, ...]) ->
             64,
             True,
             -1,
-            *more,
+            *(-1, False, 0, 0),
         )
-        assert wrapper._plan_info == [16 + len(more)]
+        assert wrapper._plan_info == [20]
         assert wrapper._qo_indptr_buf.tolist() == [0, 3, 8]
         assert wrapper._paged_kv_indptr_buf.tolist() == indptr
         assert wrapper._paged_kv_last_page_len_buf.tolist() == [length - 4 * (pages - 1), 1]
@@ -189,11 +191,63 @@ def test_what_the_plan_of_a_prefill_gets(backend: str, more: tuple[Any, ...]) ->
 
 
 @pytest.mark.usefixtures("on_the_host")
+def test_what_a_prefill_with_fa3_runs() -> None:
+    """The wrapper gets a schedule whose works are those of the public plan; buffers grow; other works are refused."""
+    ring, scheduler = (
+        PinnedRing(16, device=CPU),
+        Scheduler(num_heads=6, head_dim=64, block_size=4, ctas=132),
+    )
+
+    def public(layout: BatchLayout) -> Any:
+        """A wrapper as FlashInfer's plan leaves it, its works in another order."""
+        wrapper = _wrapper(_backend="fa3", _pin_memory_int_workspace_buffer=None)
+        array = HopperPlanner(wrapper, ring=PinnedRing(16, device=CPU), scheduler=scheduler, device=CPU).plan(layout)
+        *arrays, blocks, requests = (offset // 4 for offset in wrapper._plan_info[:8])
+        works = int(array[blocks + 132])
+        for start in (*arrays, requests):
+            array[start : start + works] = array[start : start + works][::-1].copy()
+        wrapper._pin_memory_int_workspace_buffer = torch.from_numpy(array.copy()).view(torch.uint8)
+        return wrapper
+
+    for length in (7, 4 * 2 * FIRST_CAPACITY, 9):
+        lens = np.array([length, 5], dtype=np.int32)
+        tables = [np.arange(7, 7 + -(-int(n) // 4), dtype=np.int32) for n in lens]
+        rows = np.array([3, 5], dtype=np.int32)
+        layout = BatchLayout(rows, lens - rows, tables)
+        wrapper = public(layout)
+        held = works_of(
+            wrapper._pin_memory_int_workspace_buffer.view(torch.int32).numpy(), wrapper._plan_info, ctas=132
+        )
+
+        def make(wrapper: Any = wrapper) -> HopperPlanner:
+            return HopperPlanner(wrapper, ring=ring, scheduler=scheduler, device=CPU)
+
+        def plan(planner: HopperPlanner, layout: BatchLayout = layout) -> Any:
+            return planner.plan(layout)
+
+        proven_schedule(wrapper, make, plan, ctas=132)
+        ours = works_of(wrapper._int_workspace_buffer.numpy(), wrapper._plan_info, ctas=132)
+        assert ours.tolist() == held.tolist()
+        assert len(held) == 2 * 6
+        pages = sum(map(len, tables))
+        assert wrapper._paged_kv_indices_buf[:pages].tolist() == np.concatenate(tables).tolist()
+        assert (wrapper._batch_size, wrapper._qo_indptr_last) == (2, 8)
+
+        wrapper = public(layout)
+        wrapper._pin_memory_int_workspace_buffer[wrapper._plan_info[4]] += 1  # one work over one token more
+        with pytest.raises(ConfigError, match="12 works"):
+            proven_schedule(wrapper, lambda wrapper=wrapper: make(wrapper), plan, ctas=132)
+        wrapper._backend = "fa2"
+        with pytest.raises(ConfigError, match="could not be read"):
+            proven_schedule(wrapper, lambda wrapper=wrapper: make(wrapper), plan, ctas=132)
+
+
+@pytest.mark.usefixtures("on_the_host")
 @pytest.mark.parametrize("tensor_cores", [True, False])
 def test_what_the_plan_of_a_decode_gets(tensor_cores: bool) -> None:
     """Arguments of both modules in FlashInfer's order, into the wrapper's own buffers; other batches are refused."""
     packing = Packing.of(3, queries=False)
-    indices = DeviceIndices(packing.pages - packing.device + 3 * 4, device=torch.device("cpu"))
+    indices = DeviceIndices(packing.pages - packing.device + 3 * 4, device=CPU)
     _, indptr, last, pages = indices.views(packing)
     wrapper = _wrapper(is_cuda_graph_enabled=True, use_tensor_cores=tensor_cores, _backend="fa2")
     table = np.arange(12, dtype=np.int32).reshape(3, 4)
@@ -203,7 +257,7 @@ def test_what_the_plan_of_a_decode_gets(tensor_cores: bool) -> None:
             wrapper,
             indices=indices,
             packing=packing,
-            ring=PinnedRing(16),
+            ring=PinnedRing(16, device=CPU),
             head_dim=64,
             block_size=4,
             dtype=torch.bfloat16,
@@ -232,11 +286,8 @@ def _with(wrapper: Any, **changes: Any) -> Any:
 @pytest.mark.usefixtures("on_the_host")
 def test_a_plan_that_differs_from_the_public_one_is_refused() -> None:
     """Another plan for the same batch, a backend that was not read, a missing attribute: a ConfigError each."""
-    layout = {
-        "query_lens": np.ones(1, dtype=np.int32),
-        "seq_lens": np.ones(1, dtype=np.int32),
-        "block_tables": [np.zeros(1, dtype=np.int32)],
-    }
+    one = np.ones(1, dtype=np.int32)
+    layout = BatchLayout(one, one - 1, [one - 1])
     good = {"is_cuda_graph_enabled": False, "_backend": "fa2"}
     for changes, said in (
         ({"_plan_info": [1]}, "planned \\[20\\]"),
@@ -246,10 +297,16 @@ def test_a_plan_that_differs_from_the_public_one_is_refused() -> None:
         wrapper = _wrapper(**{**good, **changes})
 
         def make(wrapper: Any = wrapper) -> PrefillPlanner:
-            return PrefillPlanner(wrapper, ring=PinnedRing(16), device=torch.device("cpu"), head_dim=64, block_size=4)
+            return PrefillPlanner(
+                wrapper,
+                ring=PinnedRing(16, device=CPU),
+                device=CPU,
+                head_dim=64,
+                block_size=4,
+            )
 
         with pytest.raises(ConfigError, match=said):
-            proven(wrapper, make, lambda planner: planner.plan(**layout))
+            proven(wrapper, make, lambda planner: planner.plan(layout))
 
 
 # On a GPU: plans, buffers and outputs of real wrappers.
@@ -321,11 +378,24 @@ def _assert_same_plan(thin: Any, public: Any, *, pages: int, names: tuple[str, .
     assert torch.equal(ours, theirs)
 
 
+def _assert_same_works(thin: Any, public: Any, *, pages: int) -> None:
+    """Two FA3 wrappers hold the same works and page numbers on the device, dealt in whatever way."""
+    torch.cuda.synchronize()
+    ctas = torch.cuda.get_device_properties("cuda").multi_processor_count
+    ours, theirs = (
+        works_of(wrapper._int_workspace_buffer.view(torch.int32).cpu().numpy(), wrapper._plan_info, ctas=ctas)
+        for wrapper in (thin, public)
+    )
+    assert len(theirs)
+    assert np.array_equal(ours, theirs)
+    assert torch.equal(*(wrapper._paged_kv_indices_buf[:pages] for wrapper in (thin, public)))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_prefill_plans_equal_the_public_ones(shape: tuple[int, int, int], backend: str) -> None:
-    """Random batches of 1 to 64 requests: the same plan, int workspace, indices and outputs, bit for bit."""
+    """Random batches of 1 to 64 requests: the same plan (for FA3 the same works), pages and outputs, bit for bit."""
     thin, public = _pair(shape, prefill_backend=backend)
     k, v = _cache(shape)
     random = np.random.default_rng(7)
@@ -343,7 +413,10 @@ def test_prefill_plans_equal_the_public_ones(shape: tuple[int, int, int], backen
             assert (batch.planner.thin is None) is (attention is public)
         total = int((-(-layout.seq_lens // BLOCK)).sum())
         names = ("_qo_indptr_buf", "_paged_kv_indptr_buf", "_paged_kv_last_page_len_buf")
-        _assert_same_plan(*wrappers, pages=total, names=names)
+        if backend == "fa3":
+            _assert_same_works(*wrappers, pages=total)
+        else:
+            _assert_same_plan(*wrappers, pages=total, names=names)
         assert torch.isfinite(outputs[1]).all()
         assert torch.equal(*outputs)
 
@@ -485,11 +558,12 @@ def test_without_a_thin_planner_the_public_one_serves(
         monkeypatch.setattr(flashinfer, "__version__", "0.7.1")
     else:
 
-        def refuse(wrapper: Any, make: Any, plan: Any) -> Any:
+        def refuse(wrapper: Any, make: Any, plan: Any, **_: Any) -> Any:
             plan(make())
             raise ConfigError("they differ", why="w", fix="f")
 
-        monkeypatch.setattr("breakgraph.models.attention_flashinfer.proven", refuse)
+        for name in ("proven", "proven_schedule"):
+            monkeypatch.setattr(f"breakgraph.models.attention_flashinfer.{name}", refuse)
     k, v = _cache(shape)
     layout = _random_layout(np.random.default_rng(1), 4)
     q = _queries(layout.rows, shape)

@@ -8,22 +8,32 @@ and zero times a left-over NaN is NaN.
 The keys and values of a step are written to the cache by the decoder, in the segment before the attention; the
 attention reads everything, this step's tokens included, from the cache.
 
-*Prefill* is a break: its shapes and its host work change at every step. *Decode* is captured: its shapes are those
-of the graph key, its host work is `plan_decode`, done before the replay.
+*Prefill* is a break, or captured. As a break it takes any batch. Captured, its shapes are those of the bucket, rows of padding
+included, and its host work is `plan_captured`, done before the replay. *Decode* is captured: its shapes are those of the graph
+key, its host work is `plan_decode`.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
 from typing import Any
 
-import attrs
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from breakgraph.break_function import eager_on_graph
 from breakgraph.errors import ConfigError
+from breakgraph.models.attention_types import (
+    PLAIN,
+    AttentionShape,
+    AttentionVariant,
+    BatchLayout,
+    DecodeState,
+    Int32Array,
+    KVLayer,
+    KVShape,
+    Placement,
+    PrefillState,
+)
 
 __all__ = [
     "PLAIN",
@@ -35,133 +45,10 @@ __all__ = [
     "Int32Array",
     "KVLayer",
     "KVShape",
+    "Placement",
+    "PrefillState",
     "make_attention",
 ]
-
-Int32Array = npt.NDArray[np.int32]
-
-KVLayer = tuple[torch.Tensor, torch.Tensor]
-"""Key cache and value cache of one layer, each (num_blocks, block_size, num_kv_heads, head_dim)."""
-
-
-@attrs.frozen
-class AttentionShape:
-    """What a kernel is chosen by.
-
-    Attributes:
-        num_heads: Query heads.
-        num_kv_heads: Key and value heads.
-        head_dim: Width of a head.
-        block_size: Tokens in a block of the cache.
-        dtype: Of queries, cache and output.
-        device: Where they are.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def group_size(self) -> int:
-        """Query heads that share a key-value head."""
-        return self.num_heads // self.num_kv_heads
-
-    def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold `tokens` tokens."""
-        return -(-tokens // self.block_size)
-
-
-@attrs.frozen
-class KVShape:
-    """What one attention call keeps of a token.
-
-    Attributes:
-        heads: Key and value heads.
-        key_dim: Width of a key.
-        value_dim: Width of a value.
-    """
-
-    heads: int
-    key_dim: int
-    value_dim: int
-
-    @property
-    def numbers(self) -> int:
-        """Numbers of one token, key and value together."""
-        return self.heads * (self.key_dim + self.value_dim)
-
-
-@attrs.frozen(eq=False)
-class AttentionVariant:
-    """What one layer's attention does besides plain causal attention.
-
-    Attributes:
-        scale: Multiplies the scores; None: one over the root of the head dimension.
-        window: Tokens that a token looks back on, itself included; None: all.
-        chunk: A token sees only those of its own chunk of this many positions; None: all.
-        softcap: Scores are squashed by a tangent to at most this; None: they are not.
-        sinks: (num_heads,), one more score in the denominator of each head's softmax; None: there is none.
-    """
-
-    scale: float | None = None
-    window: int | None = None
-    chunk: int | None = None
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        """Plain causal attention with the usual scale."""
-        return not any(value is not None for value in (self.scale, self.window, self.chunk, self.softcap, self.sinks))
-
-
-PLAIN = AttentionVariant()
-
-
-@attrs.frozen(eq=False)
-class BatchLayout:
-    """One prefill step, on the host: which rows belong to whom and where their context lies.
-
-    Rows are packed: request 0 owns rows 0 .. query_lens[0]-1, request 1 the next, and so on.
-
-    Attributes:
-        query_lens: int32 [R], rows of each request in this step, at least 1 each.
-        context_lens: int32 [R], tokens of each request that were cached before this step.
-        block_tables: R int32 arrays, the blocks that cover context and query of each request, in order; more
-            blocks than needed are allowed and ignored.
-    """
-
-    query_lens: Int32Array
-    context_lens: Int32Array
-    block_tables: Sequence[Int32Array]
-
-    @property
-    def rows(self) -> int:
-        """Real rows of the step."""
-        return int(self.query_lens.sum())
-
-    @property
-    def seq_lens(self) -> Int32Array:
-        """int32 [R]: tokens of each request after this step."""
-        return (self.context_lens + self.query_lens).astype(np.int32)
-
-
-@attrs.define(eq=False)
-class DecodeState:
-    """What a captured decode of one graph key has baked in; subclasses add their buffers.
-
-    Attributes:
-        batch_size: Rows of the graph, padding included.
-        max_context: Longest sequence, in tokens, this token included.
-        max_blocks: Columns of the block tables that the graph takes.
-    """
-
-    batch_size: int
-    max_context: int
-    max_blocks: int
 
 
 class Attention(abc.ABC):
@@ -174,10 +61,12 @@ class Attention(abc.ABC):
     Attributes:
         kind: "torch" or "flashinfer".
         plans_decode: Whether `decode` reads the pages that `plan_decode` brought to the device, and neither tables nor lengths.
+        best_placement: Of a prefill, as it was measured; where `no_capture` gives a reason it is a break.
     """
 
     kind: str
     plans_decode: bool
+    best_placement: Placement
 
     def __init__(self, shape: AttentionShape, *, reason: str) -> None:
         self.shape = shape
@@ -194,7 +83,7 @@ class Attention(abc.ABC):
             The live metadata to pass as `batch` to `prefill`. It is valid until the plan after the next one.
         """
 
-    @abc.abstractmethod
+    @eager_on_graph(name="attention", live=("batch",), rows=("q", "out"), writes=("out",))
     def prefill(
         self,
         q: torch.Tensor,
@@ -213,6 +102,81 @@ class Attention(abc.ABC):
             out: (T, num_heads, head_dim), written in place; rows beyond the real ones become zero.
             batch: What `plan_prefill` returned.
             variant: What the layer does besides plain attention.
+
+        Raises:
+            LiveDataError: `batch` describes another number of rows, or its plan is gone.
+        """
+        self.attend(q, k_cache, v_cache, out, batch, variant)
+
+    @abc.abstractmethod
+    def attend(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out: torch.Tensor,
+        batch: Any,
+        variant: AttentionVariant = PLAIN,
+    ) -> None:
+        """What `prefill` does, as an ordinary function: for breaks of one's own, and steps without a graph.
+
+        Args:
+            q: See `prefill`.
+            k_cache: See `prefill`.
+            v_cache: See `prefill`.
+            out: See `prefill`.
+            batch: See `prefill`.
+            variant: See `prefill`.
+        """
+
+    @abc.abstractmethod
+    def no_capture(self) -> str | None:
+        """Why a prefill cannot be captured here; None where it can."""
+
+    @abc.abstractmethod
+    def prefill_state(self, *, rows: int, requests: int, max_context: int) -> PrefillState:
+        """Make what a captured prefill needs; allocate it outside a capture, once per bucket, where `no_capture` is None.
+
+        Args:
+            rows: Rows of the graph, padding included.
+            requests: Most requests of a step.
+            max_context: Longest sequence in tokens, rounded up to whole blocks.
+        """
+
+    @abc.abstractmethod
+    def plan_captured(self, state: PrefillState, layout: BatchLayout) -> None:
+        """Host work of a step, before the capture and before every replay of the graph that uses `state`.
+
+        It overwrites the plan of the step before, in the order of the current stream: launch that step first.
+
+        Args:
+            state: From `prefill_state`.
+            layout: The step; its rows beyond are padding.
+
+        Raises:
+            LiveDataError: The step does not fit into the graph.
+        """
+
+    @abc.abstractmethod
+    def prefill_captured(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        state: PrefillState,
+        variant: AttentionVariant = PLAIN,
+    ) -> torch.Tensor:
+        """Attention of packed prompts, in a graph: no sync, no shape that depends on data.
+
+        Args:
+            q: (state.rows, num_heads, head_dim).
+            k_cache: Key cache of the layer, this step's keys included; its null block holds finite numbers.
+            v_cache: Value cache of the layer.
+            state: From `prefill_state`, planned for the step.
+            variant: What the layer does besides plain attention.
+
+        Returns:
+            (state.rows, num_heads, value_dim). Rows of padding look at the null block: finite, and of no meaning.
         """
 
     @abc.abstractmethod

@@ -14,18 +14,18 @@ A FlashInfer *wrapper* plans on the host and runs on the device. What follows fr
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import attrs
 import flashinfer
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from breakgraph.break_function import eager_on_graph
 from breakgraph.errors import ConfigError, InternalError, LiveDataError
+from breakgraph.models import flashinfer_public as public
 from breakgraph.models.attention import (
     PLAIN,
     Attention,
@@ -34,17 +34,21 @@ from breakgraph.models.attention import (
     BatchLayout,
     DecodeState,
     Int32Array,
+    Placement,
+    PrefillState,
 )
-from breakgraph.models.flashinfer_packing import Packing, blocks_of, offsets
+from breakgraph.models.flashinfer_hopper import FixedSchedule, HopperPlanner, proven_schedule, scheduler_for
+from breakgraph.models.flashinfer_packing import Packing
 from breakgraph.models.flashinfer_planner import (
     DecodePlanner,
     DeviceIndices,
-    PinnedRing,
     Planning,
     PrefillPlanner,
     check_version,
     proven,
 )
+from breakgraph.models.flashinfer_public import Planner
+from breakgraph.models.flashinfer_slots import PinnedRing
 
 __all__ = ["FlashInferAttention", "FlashInferBatch", "FlashInferDecodeState"]
 
@@ -53,26 +57,9 @@ DECODE_INT_WORKSPACE_BYTES = 1024 * 1024  # a plan of 1,024 rows takes about 50 
 PREFILL_INT_WORKSPACE_BYTES = 8 * 1024 * 1024  # what FlashInfer allocates
 CUDA_CORE_GROUP_SIZES = (1, 2, 3, 4, 6, 8)  # the decode kernel without tensor cores exists for these only
 
-P = TypeVar("P", DecodePlanner, PrefillPlanner)
+P = TypeVar("P", DecodePlanner, PrefillPlanner | HopperPlanner)
 
 _LOG = logging.getLogger(__name__)
-
-
-@attrs.define(eq=False)
-class _Planner(Generic[P]):
-    """A wrapper, its thin planner if it has one, the guard of its own page-locked buffer, and the steps it planned."""
-
-    wrapper: Any
-    thin: P | None = None
-    copied: torch.cuda.Event = attrs.field(factory=torch.cuda.Event)
-    plans: int = 0
-
-    def plan(self, *args: Any, **kwargs: Any) -> None:
-        """FlashInfer's plan, when its previous one has been copied to the device."""
-        # An event that was never recorded counts as complete.
-        self.copied.synchronize()
-        self.wrapper.plan(*args, **kwargs)
-        self.copied.record()
 
 
 @attrs.frozen(eq=False)
@@ -86,7 +73,7 @@ class FlashInferBatch:
     """
 
     rows: int
-    planner: _Planner[PrefillPlanner] | None
+    planner: Planner[PrefillPlanner | HopperPlanner] | None
     plan: int
 
 
@@ -100,7 +87,7 @@ class FlashInferDecodeState(DecodeState):
         packing: Where its arrays lie in them.
     """
 
-    planner: _Planner[DecodePlanner]
+    planner: Planner[DecodePlanner]
     indices: DeviceIndices
     packing: Packing
 
@@ -125,6 +112,7 @@ class FlashInferAttention(Attention):
 
     kind = "flashinfer"
     plans_decode = True
+    best_placement = Placement.CAPTURED
 
     def __init__(
         self,
@@ -138,19 +126,21 @@ class FlashInferAttention(Attention):
         device = shape.device
         self._scratch = torch.zeros(FLOAT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         backend = prefill_backend or ("fa3" if torch.cuda.get_device_capability(device)[0] == 9 else "fa2")
+        self._backend, self._scheduler = backend, scheduler_for(shape)
         self._tensor_cores = _prefers_tensor_cores(shape)
         # Two planners by turns: the host plans step n+1 while the device still reads the plan of step n.
-        self._prefill: tuple[_Planner[PrefillPlanner], ...] = tuple(
-            _Planner(flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._scratch, kv_layout="NHD", backend=backend))
+        self._prefill: tuple[Planner[PrefillPlanner | HopperPlanner], ...] = tuple(
+            Planner(flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._scratch, kv_layout="NHD", backend=backend))
             for _ in range(2)
         )
         self._turn = 0
+        self._graph_wrapper: Any = None
         self.planning = planning
         self._ring: PinnedRing | None = None
         if planning is Planning.THIN:
             try:
                 check_version(flashinfer.__version__)
-                self._ring = PinnedRing(PREFILL_INT_WORKSPACE_BYTES)
+                self._ring = PinnedRing(PREFILL_INT_WORKSPACE_BYTES, device=device)
             except ConfigError as error:
                 self._plan_publicly_from_now_on(error)
 
@@ -160,19 +150,18 @@ class FlashInferAttention(Attention):
 
     def _set_up(
         self,
-        planner: _Planner[P],
+        planner: Planner[P],
         *,
         publicly: Callable[[], None],
-        make: Callable[[PinnedRing], P],
-        thinly: Callable[[P], None],
+        thinly: Callable[[PinnedRing], P],
     ) -> None:
-        """Plan a batch publicly; where the thin planner serves, make it and let it plan the same batch."""
+        """Plan a batch publicly; where a thin planner serves, make it, let it plan the same batch, and prove it."""
         publicly()
         ring = self._ring
         if ring is None:
             return
         try:
-            planner.thin = proven(planner.wrapper, lambda: make(ring), thinly)
+            planner.thin = thinly(ring)
         except ConfigError as error:
             self._plan_publicly_from_now_on(error)
             publicly()  # the attempt has left its traces in the wrapper
@@ -182,68 +171,39 @@ class FlashInferAttention(Attention):
         planner.wrapper._pin_memory_int_workspace_buffer = ring.workspace
 
     def plan_prefill(self, layout: BatchLayout) -> FlashInferBatch:
-        """See `Attention`. Waits for the copies of the plan before the last one.
-
-        Host time: docs/benchmarks.md. The C++ plan of FA3 grows with requests and query heads.
-        """
+        """See `Attention`. Waits for the copies of the plan before the last one; host time: docs/benchmarks.md."""
         rows = layout.rows
         if rows == 0:
             return FlashInferBatch(0, None, 0)
         planner = self._prefill[self._turn]
         self._turn = (self._turn + 1) % len(self._prefill)
         planner.plans += 1
-        shape = self.shape
-        lens = layout.seq_lens
-
-        def thinly(thin: PrefillPlanner) -> None:
-            thin.plan(query_lens=layout.query_lens, seq_lens=lens, block_tables=layout.block_tables)
-
         if planner.thin is not None:
-            thinly(planner.thin)
+            planner.thin.plan(layout)
         else:
             self._set_up(
                 planner,
-                publicly=lambda: self._plan_prefill_publicly(planner, layout, lens),
-                make=lambda ring: PrefillPlanner(
-                    planner.wrapper,
-                    ring=ring,
-                    device=shape.device,
-                    head_dim=shape.head_dim,
-                    block_size=shape.block_size,
-                ),
-                thinly=thinly,
+                publicly=lambda: public.plan_prefill(planner, layout, shape=self.shape),
+                thinly=lambda ring: self._thin_prefill(planner.wrapper, layout, ring=ring),
             )
         return FlashInferBatch(rows, planner, planner.plans)
 
-    def _plan_prefill_publicly(self, planner: _Planner[PrefillPlanner], layout: BatchLayout, lens: Int32Array) -> None:
-        shape = self.shape
-        blocks = blocks_of(lens, shape.block_size)
-        pages = [np.asarray(t[:n], dtype=np.int32) for t, n in zip(layout.block_tables, blocks, strict=True)]
-        indptr, page_indptr, last, kv_lens, indices = _pinned(
-            offsets(layout.query_lens),
-            offsets(blocks),
-            _last_page(lens, blocks, shape.block_size),
-            lens,
-            np.concatenate(pages),
-        )
-        planner.plan(
-            indptr,
-            page_indptr,
-            indices,
-            last,
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            shape.block_size,
-            causal=True,
-            q_data_type=shape.dtype,
-            kv_data_type=shape.dtype,
-            seq_lens=kv_lens,
-            max_token_per_sequence=int(layout.query_lens.max()),
+    def _thin_prefill(self, wrapper: Any, layout: BatchLayout, *, ring: PinnedRing) -> PrefillPlanner | HopperPlanner:
+        """A proven planner of a wrapper that has just planned this batch."""
+        shape, device = self.shape, self.shape.device
+        if self._backend == "fa3":
+            return proven_schedule(
+                wrapper,
+                lambda: HopperPlanner(wrapper, ring=ring, scheduler=self._scheduler, device=device),
+                lambda thin: thin.plan(layout),
+                ctas=self._scheduler.ctas,
+            )
+        sizes = {"head_dim": shape.head_dim, "block_size": shape.block_size}
+        return proven(
+            wrapper, lambda: PrefillPlanner(wrapper, ring=ring, device=device, **sizes), lambda thin: thin.plan(layout)
         )
 
-    @eager_on_graph(name="attention", live=("batch",), rows=("q", "out"), writes=("out",))
-    def prefill(
+    def attend(
         self,
         q: torch.Tensor,
         k_cache: torch.Tensor,
@@ -271,6 +231,64 @@ class FlashInferAttention(Attention):
             )
         batch.planner.wrapper.run(q, (k_cache, v_cache), out=out)
 
+    def no_capture(self) -> str | None:
+        """See `Attention`. The first call plans a batch, which shows whether schedules made here are right.
+
+        FA2 under a graph always splits the cache: a kernel more a layer, and scratch of hundreds of MB.
+        """
+        if self._backend != "fa3":
+            return f"FlashInfer's {self._backend} is slower in a graph than between segments"
+        if self.planning is Planning.THIN and self._prefill[0].thin is None:
+            self._turn = 0
+            one = np.ones(1, dtype=np.int32)
+            self.plan_prefill(BatchLayout(one, one - 1, [one - 1]))
+        if self.planning is not Planning.THIN:
+            return "FlashInfer's own plan() is in use, which does not know padding"
+        return None
+
+    def prefill_state(self, *, rows: int, requests: int, max_context: int) -> PrefillState:
+        """See `Attention`. Memory: four bytes for each page that `requests` sequences can have, and some KB."""
+        if (reason := self.no_capture()) is not None:
+            raise ConfigError(
+                f"A prefill of {rows} rows cannot be captured: {reason}.",
+                why="The graph needs a kernel whose plan stays in fixed places.",
+                fix="Leave the attention a break (Placement.BREAK), or AUTO to have that chosen.",
+            )
+        assert self._ring is not None
+        if self._graph_wrapper is None:
+            self._graph_wrapper = copy.copy(
+                self._prefill[0].wrapper
+            )  # planned, so it knows its kernel; plans are bound to it
+        return FixedSchedule(
+            rows=rows,
+            requests=requests,
+            max_context=max_context,
+            scheduler=self._scheduler,
+            shape=self.shape,
+            ring=self._ring,
+        )
+
+    def plan_captured(self, state: PrefillState, layout: BatchLayout) -> None:
+        """See `Attention`. Waits for the copies of the plan before the last one; host time: docs/benchmarks.md."""
+        assert isinstance(state, FixedSchedule)
+        state.plan(layout)
+
+    def prefill_captured(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        state: PrefillState,
+        variant: AttentionVariant = PLAIN,
+    ) -> torch.Tensor:
+        """See `Attention`."""
+        assert isinstance(state, FixedSchedule)
+        _refuse_variant(variant)
+        out = torch.empty_like(q)
+        state.bind(self._graph_wrapper)
+        self._graph_wrapper.run(q, (k_cache, v_cache), out=out)
+        return out
+
     def decode_state(self, *, batch_size: int, max_context: int) -> FlashInferDecodeState:
         """See `Attention`. Plans once, for one token on the null block in every row, so that it may be captured."""
         shape = self.shape
@@ -293,22 +311,25 @@ class FlashInferAttention(Attention):
         )
         small = torch.zeros(DECODE_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=shape.device)
         wrapper.reset_workspace_buffer(scratch, small)
-        planner: _Planner[DecodePlanner] = _Planner(wrapper)
+        planner: Planner[DecodePlanner] = Planner(wrapper)
         state = FlashInferDecodeState(batch_size, max_context, blocks, planner, indices, packing)
         tables, lens = np.zeros((batch_size, blocks), dtype=np.int32), np.ones(batch_size, dtype=np.int32)
         self._set_up(
             planner,
             publicly=lambda: self._plan_decode_publicly(state, tables, lens),
-            make=lambda ring: DecodePlanner(
+            thinly=lambda ring: proven(
                 wrapper,
-                indices=indices,
-                packing=packing,
-                ring=ring,
-                head_dim=shape.head_dim,
-                block_size=shape.block_size,
-                dtype=shape.dtype,
+                lambda: DecodePlanner(
+                    wrapper,
+                    indices=indices,
+                    packing=packing,
+                    ring=ring,
+                    head_dim=shape.head_dim,
+                    block_size=shape.block_size,
+                    dtype=shape.dtype,
+                ),
+                lambda thin: thin.plan(block_tables=tables, seq_lens=lens),
             ),
-            thinly=lambda thin: thin.plan(block_tables=tables, seq_lens=lens),
         )
         return state
 
@@ -351,28 +372,8 @@ class FlashInferAttention(Attention):
             thin.plan(block_tables=block_tables, seq_lens=lens)
 
     def _plan_decode_publicly(self, state: FlashInferDecodeState, block_tables: Int32Array, lens: Int32Array) -> None:
-        shape = self.shape
-        blocks = blocks_of(lens, shape.block_size)
-        used = np.arange(block_tables.shape[1], dtype=np.int32) < blocks[:, None]
-        indptr, last, kv_lens, pages = _pinned(
-            offsets(blocks), _last_page(lens, blocks, shape.block_size), lens, block_tables[used]
-        )
-        # Pages on the host would be copied by FlashInfer with a wait for the device, so they are brought over here
-        # and handed in from the buffer itself: copying it onto itself is nothing.
-        resident = state.indices.views(state.packing)[-1][: pages.shape[0]]
-        resident.copy_(pages, non_blocking=True)
-        state.planner.plan(
-            indptr,
-            resident,
-            last,
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            shape.block_size,
-            q_data_type=shape.dtype,
-            kv_data_type=shape.dtype,
-            seq_lens=kv_lens,
-        )
+        resident = state.indices.views(state.packing)[-1]
+        public.plan_decode(state.planner, block_tables, lens, resident=resident, shape=self.shape)
 
 
 def _refuse_variant(variant: AttentionVariant) -> None:
@@ -384,17 +385,3 @@ def _prefers_tensor_cores(shape: AttentionShape) -> bool:
     # Measured on an H200: faster for groups of 3 (64 channels) and of 4 with 128 channels, slower for 4 with 64.
     group = shape.group_size
     return group not in CUDA_CORE_GROUP_SIZES or group == 3 or (group >= 4 and shape.head_dim >= 128)
-
-
-def _last_page(lens: Int32Array, blocks: Int32Array, block_size: int) -> Int32Array:
-    return (lens - (blocks - 1) * block_size).astype(np.int32)
-
-
-def _pinned(*arrays: npt.NDArray[np.int32]) -> tuple[torch.Tensor, ...]:
-    """The arrays as int32 CPU tensors in one page-locked block.
-
-    Copies from pageable memory may make the host wait for the stream. The block comes from torch's host allocator,
-    which does not hand it out again before the copies that read it have ended.
-    """
-    packed = torch.from_numpy(np.concatenate(arrays).astype(np.int32, copy=False)).pin_memory()
-    return torch.split(packed, [len(array) for array in arrays])

@@ -112,5 +112,4 @@ def mixed_attention(
         attended = attention.decode(q[:first], k_cache, v_cache, batch.state, batch.block_tables, batch.seq_lens)
         out[:first].copy_(attended)
     if batch.prefill is not None:
-        # Inside a break a marked function is a plain call.
-        attention.prefill(q[first:], k_cache, v_cache, out[first:], batch.prefill)
+        attention.attend(q[first:], k_cache, v_cache, out[first:], batch.prefill)

@@ -7,11 +7,19 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from breakgraph.break_function import eager_on_graph
 from breakgraph.errors import LiveDataError
-from breakgraph.models.attention import PLAIN, Attention, AttentionVariant, BatchLayout, DecodeState, Int32Array
+from breakgraph.models.attention import (
+    PLAIN,
+    Attention,
+    AttentionVariant,
+    BatchLayout,
+    DecodeState,
+    Int32Array,
+    Placement,
+    PrefillState,
+)
 
-__all__ = ["TorchAttention", "TorchBatch", "TorchDecodeState"]
+__all__ = ["TorchAttention", "TorchBatch", "TorchDecodeState", "TorchPrefillState"]
 
 
 @attrs.frozen(eq=False)
@@ -62,6 +70,32 @@ class TorchDecodeState(DecodeState):
     token_index: torch.Tensor
 
 
+class TorchPrefillState(PrefillState):
+    """Adds what the captured gather and mask are made from.
+
+    Args:
+        rows: Rows of the graph, padding included.
+        requests: Most requests of a step.
+        max_context: Longest sequence in tokens.
+        decode: State of a decode of `rows` sequences.
+        device: Where its buffers are.
+
+    Attributes:
+        decode: As given.
+        tables: int32 (rows, max_blocks), the blocks of the request that each row is of.
+        lens: int32 (rows,), tokens that each row sees, itself included.
+    """
+
+    def __init__(
+        self, rows: int, requests: int, max_context: int, *, decode: TorchDecodeState, device: torch.device
+    ) -> None:
+        super().__init__(rows, requests, max_context)
+        self.decode = decode
+        with torch.inference_mode(mode=False):  # written at every step
+            self.tables = torch.zeros(rows, decode.max_blocks, dtype=torch.int32, device=device)
+            self.lens = torch.ones(rows, dtype=torch.int32, device=device)
+
+
 class TorchAttention(Attention):
     """Gathers a request's blocks and calls `scaled_dot_product_attention`.
 
@@ -72,6 +106,7 @@ class TorchAttention(Attention):
 
     kind = "torch"
     plans_decode = False
+    best_placement = Placement.BREAK
 
     def plan_prefill(self, layout: BatchLayout) -> TorchBatch:
         """See `Attention`. Copies every block table to the device; masks only for prompts that continue."""
@@ -98,8 +133,7 @@ class TorchAttention(Attention):
         visible = torch.ones(rows, length, dtype=torch.bool, device=self.shape.device)
         return visible.tril_(length - rows)
 
-    @eager_on_graph(name="attention", live=("batch",), rows=("q", "out"), writes=("out",))
-    def prefill(
+    def attend(
         self,
         q: torch.Tensor,
         k_cache: torch.Tensor,
@@ -128,6 +162,41 @@ class TorchAttention(Attention):
                 enable_gqa=q.shape[1] > keys.shape[0],
             )
             out[rows].copy_(attended.squeeze(0).transpose(0, 1))
+
+    def no_capture(self) -> str | None:
+        """See `Attention`. It can always be captured; see `prefill_captured` for what that costs."""
+        return None
+
+    def prefill_state(self, *, rows: int, requests: int, max_context: int) -> TorchPrefillState:
+        """See `Attention`."""
+        decode = self.decode_state(batch_size=rows, max_context=max_context)
+        return TorchPrefillState(rows, requests, max_context, decode=decode, device=self.shape.device)
+
+    def plan_captured(self, state: PrefillState, layout: BatchLayout) -> None:
+        """See `Attention`. Rows of padding see the first token of the null block."""
+        assert isinstance(state, TorchPrefillState)
+        _check_room(state, layout)
+        tables, lens = np.zeros(state.tables.shape, dtype=np.int32), np.ones(state.rows, dtype=np.int32)
+        start = 0
+        for rows, length, table in zip(layout.query_lens, layout.seq_lens, layout.block_tables, strict=True):
+            own = np.asarray(table[: self.shape.blocks_for(int(length))], dtype=np.int32)
+            tables[start : start + rows, : len(own)] = own
+            lens[start : start + rows] = np.arange(length - rows + 1, length + 1)
+            start += int(rows)
+        state.tables.copy_(torch.from_numpy(tables))
+        state.lens.copy_(torch.from_numpy(lens))
+
+    def prefill_captured(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        state: PrefillState,
+        variant: AttentionVariant = PLAIN,
+    ) -> torch.Tensor:
+        """See `Attention`. Each row gathers `max_context` tokens for itself, as in a decode: for small sizes and for tests."""
+        assert isinstance(state, TorchPrefillState)
+        return self.decode(q, k_cache, v_cache, state.decode, state.tables, state.lens, variant)
 
     def decode_state(self, *, batch_size: int, max_context: int) -> TorchDecodeState:
         """See `Attention`."""
@@ -179,6 +248,17 @@ def _check_rows(q: torch.Tensor, rows: int) -> None:
             f"The attention received {q.shape[0]} rows; its batch describes {rows}.",
             why="Rows that the batch does not describe would keep what an earlier step left in the output.",
             fix="Pass valid_rows equal to the sum of query_lens of the layout that was planned.",
+        )
+
+
+def _check_room(state: PrefillState, layout: BatchLayout) -> None:
+    requests, rows, longest = len(layout.query_lens), layout.rows, int(layout.seq_lens.max(initial=0))
+    if requests > state.requests or rows > state.rows or longest > state.max_context:
+        raise LiveDataError(
+            f"The step has {rows} rows of {requests} requests, the longest of {longest} tokens; its graph has room for "
+            f"{state.rows}, {state.requests} and {state.max_context}.",
+            why="The graph has the addresses and sizes of its buffers baked in.",
+            fix="Use a graph of a larger bucket, or run the step with the attention in a break.",
         )
 
 

@@ -13,7 +13,7 @@ import torch
 from breakgraph.errors import LiveDataError
 from breakgraph.models.attention import Int32Array
 
-__all__ = ["HostArrays", "Packing", "blocks_of", "offsets"]
+__all__ = ["HostArrays", "Packing", "blocks_of", "fill_pages", "offsets"]
 
 ALIGNMENT = 64  # int32 elements: arrays in a buffer begin at multiples of 256 bytes, as allocations of their own would
 
@@ -29,6 +29,27 @@ def offsets(counts: Int32Array) -> Int32Array:
     starts = np.zeros(len(counts) + 1, dtype=np.int32)
     np.add.accumulate(counts, dtype=np.int32, out=starts[1:])
     return starts
+
+
+def fill_pages(out: Int32Array, tables: Sequence[Int32Array], *, blocks: Int32Array, total: int) -> None:
+    """Write the pages of requests that each have an array of their own, one behind the other.
+
+    Args:
+        out: int32, at least `total` long.
+        tables: Pages of each request; more than needed are ignored.
+        blocks: int32 (R,), pages that each needs.
+        total: Their sum.
+
+    Raises:
+        LiveDataError: There are fewer tables or pages than the lengths need.
+    """
+    counts, held = blocks.tolist(), [len(table) for table in tables]
+    if held != counts:
+        if len(held) != len(counts) or any(map(lt, held, counts)):
+            raise _wrong_pages(f"{len(held)} tables hold {sum(held)} of them for {len(counts)} requests", total)
+        tables = [table[:count] for table, count in zip(tables, counts, strict=True)]
+    if total:
+        np.concatenate(tables, out=out[:total], casting="same_kind")
 
 
 @attrs.frozen(eq=False)
@@ -141,22 +162,14 @@ class HostArrays:
         return int(self.query_ends[-1])
 
     def fill_from_rows(self, tables: Sequence[Int32Array], *, blocks: Int32Array, total: int) -> None:
-        """Write the pages of requests that each have an array of their own.
+        """Write the pages of requests that each have an array of their own: see `fill_pages`.
 
         Args:
-            tables: Pages of each request; more than needed are ignored.
+            tables: Pages of each request.
             blocks: int32 (R,), pages that each needs.
             total: Their sum.
-
-        Raises:
-            LiveDataError: There are fewer tables or pages than the lengths need.
         """
-        counts, held = blocks.tolist(), [len(table) for table in tables]
-        if held != counts:
-            if len(held) != len(counts) or any(map(lt, held, counts)):
-                raise _wrong_pages(f"{len(held)} tables hold {sum(held)} of them for {len(counts)} requests", total)
-            tables = [table[:count] for table, count in zip(tables, counts, strict=True)]
-        np.concatenate(tables, out=self.pages[:total], casting="same_kind")
+        fill_pages(self.pages, tables, blocks=blocks, total=total)
 
     def fill_from_table(self, table: Int32Array, *, blocks: Int32Array, total: int, ramp: npt.NDArray[np.intp]) -> None:
         """Write the pages of all rows of a table, the first `blocks[i]` of row i.

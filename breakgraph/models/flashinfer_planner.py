@@ -10,6 +10,7 @@ What follows from FlashInfer's sources (0.6.18.post1):
   used part to the device int workspace asynchronously, on torch's current stream. A slot therefore has a workspace of its
   own, and an event behind both copies: it is not taken again before that. Slots are shared by all planners of an attention.
 - It allocates from the size of the *device* workspace, so that of a slot must be as large as the largest of them.
+- FA3's C++ plan takes ten times as long as fa2's, so it is not called at all: see `flashinfer_hopper`.
 - `run()` of the fa2, fa3 and decode modules reads `_plan_info`, the four index buffers and `_qo_indptr_last`. Only trtllm-gen
   and cudnn read `_max_q_len`, `_max_kv_len`, `_kv_lens_buffer` and `_seq_lens_*`; those attributes are cleared here, once.
 
@@ -19,22 +20,21 @@ A planner is proven when it is made: it plans the batch that was planned publicl
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from breakgraph.errors import ConfigError, LiveDataError
-from breakgraph.models.attention import Int32Array
-from breakgraph.models.flashinfer_packing import HostArrays, Packing, blocks_of
+from breakgraph.models.attention import BatchLayout, Int32Array
+from breakgraph.models.flashinfer_packing import Packing, blocks_of
+from breakgraph.models.flashinfer_slots import FIRST_CAPACITY, PinnedRing, Slot
 
 __all__ = [
     "DecodePlanner",
     "DeviceIndices",
-    "PinnedRing",
     "Planning",
     "PrefillPlanner",
     "check_version",
@@ -44,7 +44,6 @@ __all__ = [
 P = TypeVar("P")
 
 OLDEST, NEWEST = (0, 6, 18), (0, 7)  # at least, below
-FIRST_CAPACITY = 16 * 1024  # int32 elements; grows by doubling
 
 
 class Planning(Enum):
@@ -76,82 +75,6 @@ def check_version(version: str) -> None:
             why="It calls the C++ plan and sets attributes of the wrappers, which other versions may have changed.",
             fix="pip install 'flashinfer-python>=0.6.18,<0.7', or use Planning.PUBLIC.",
         )
-
-
-def _pinned(count: int, dtype: torch.dtype) -> torch.Tensor:
-    # Buffers that are written later must not be inference tensors, whatever mode their first use is in.
-    with torch.inference_mode(mode=False):
-        return torch.empty(count, dtype=dtype, pin_memory=True)
-
-
-class _Slot:
-    """Page-locked memory of one plan: its arrays, an int workspace, and the event behind the copies out of both."""
-
-    def __init__(self, count: int, *, workspace_bytes: int) -> None:
-        self.workspace = _pinned(workspace_bytes, torch.uint8)
-        self.copied: Any = torch.cuda.Event()
-        self.grow(count)
-
-    def grow(self, count: int) -> None:
-        """Replace the arrays by larger ones. Torch keeps the old ones until what it copied from them has arrived."""
-        self.buffer = _pinned(count, torch.int32)
-        self._arrays: dict[Packing, HostArrays] = {}
-
-    def arrays(self, packing: Packing) -> HostArrays:
-        """The arrays at their places."""
-        made = self._arrays.get(packing)
-        if made is None:
-            made = self._arrays[packing] = HostArrays.of(self.buffer, packing)
-        return made
-
-
-class PinnedRing:
-    """Page-locked slots that all planners of one attention use by turns.
-
-    Args:
-        workspace_bytes: Of a slot: the largest device int workspace among the wrappers.
-        slots: How many.
-
-    Attributes:
-        ramp: 0, 1, 2, ... as many as a slot has elements.
-    """
-
-    def __init__(self, workspace_bytes: int, *, slots: int = 2) -> None:
-        self._capacity = FIRST_CAPACITY
-        self._slots = tuple(_Slot(self._capacity, workspace_bytes=workspace_bytes) for _ in range(slots))
-        self._turn = 0
-        self._packings: dict[int, Packing] = {}
-        self.ramp: npt.NDArray[np.intp] = np.arange(self._capacity, dtype=np.intp)
-
-    @property
-    def workspace(self) -> torch.Tensor:
-        """The int workspace of one slot, for a wrapper that needs to have one and will not use it."""
-        return self._slots[0].workspace
-
-    def reserve(self, count: int) -> None:
-        """Let every slot hold `count` int32 elements."""
-        if count <= self._capacity:
-            return
-        self._capacity = max(count, 2 * self._capacity)
-        for slot in self._slots:
-            slot.grow(self._capacity)
-        self.ramp = np.arange(self._capacity, dtype=np.intp)
-
-    def take(self, count: int) -> _Slot:
-        """The next slot, with room for `count` elements, when its last copies are done."""
-        self.reserve(count)
-        slot = self._slots[self._turn]
-        self._turn = (self._turn + 1) % len(self._slots)
-        # An event that was never recorded counts as complete.
-        slot.copied.synchronize()
-        return slot
-
-    def prefill_packing(self, requests: int) -> Packing:
-        """The packing of a prefill of this many requests, always the same object."""
-        packing = self._packings.get(requests)
-        if packing is None:
-            packing = self._packings[requests] = Packing.of(requests, queries=True)
-        return packing
 
 
 class DeviceIndices:
@@ -193,7 +116,7 @@ class DeviceIndices:
         if count > self.buffer.numel():
             self._allocate(max(count, 2 * self.buffer.numel()))
 
-    def load(self, slot: _Slot, packing: Packing, *, pages: int) -> None:
+    def load(self, slot: Slot, packing: Packing, *, pages: int) -> None:
         """Copy the part for the device of a slot, asynchronously, on the current stream."""
         start, stop = packing.device, packing.pages + pages
         self.buffer[: stop - start].copy_(slot.buffer[start:stop], non_blocking=True)
@@ -211,15 +134,19 @@ def _native_tail(wrapper: Any, *, head_dim: int, block_size: int, causal: bool) 
         causal,
         wrapper._window_left,
     )
-    if wrapper._backend == "fa2":
-        tail += (-1, False, 0, 0)  # split size not fixed, split allowed, no co-located blocks, no uniform query length
-    elif wrapper._backend != "fa3":
+    if wrapper._backend != "fa2":
         raise ConfigError(
-            f"FlashInfer chose the backend {wrapper._backend!r}; the thin planner knows fa2 and fa3.",
+            f"FlashInfer chose the backend {wrapper._backend!r}; the thin planner calls the plan of fa2.",
             why="Other backends plan with other arguments.",
             fix="Use Planning.PUBLIC, or backend fa2 or fa3.",
         )
-    return tail
+    return (
+        *tail,
+        -1,
+        False,
+        0,
+        0,
+    )  # split size not fixed, split allowed, no co-located blocks, no uniform query length
 
 
 class DecodePlanner:
@@ -298,11 +225,11 @@ class DecodePlanner:
                 *self._workspaces, slot.workspace, *self._queries, page_indptr, *lengths, *self._tail
             )
         finally:
-            slot.copied.record()
+            self._ring.read(slot)
 
 
 class PrefillPlanner:
-    """Plans a prefill wrapper without CUDA graphs, which has been planned publicly once, causal.
+    """Plans a FA2 prefill wrapper without CUDA graphs, which has been planned publicly once, causal.
 
     Args:
         wrapper: A `BatchPrefillWithPagedKVCacheWrapper`.
@@ -320,17 +247,16 @@ class PrefillPlanner:
         self._tail = _native_tail(wrapper, head_dim=head_dim, block_size=block_size, causal=wrapper._causal)
         wrapper._max_q_len = wrapper._max_kv_len = wrapper._seq_lens_q = wrapper._seq_lens_kv = None
 
-    def plan(self, *, query_lens: Int32Array, seq_lens: Int32Array, block_tables: Sequence[Int32Array]) -> None:
+    def plan(self, layout: BatchLayout) -> None:
         """Plan a step; returns before the device has read anything.
 
         Args:
-            query_lens: int32 (R,), rows of each request.
-            seq_lens: int32 (R,), its tokens, these rows included.
-            block_tables: Pages of each request; more than needed are ignored.
+            layout: Rows and pages of each request.
 
         Raises:
-            LiveDataError: They do not fit each other.
+            LiveDataError: Lengths and pages do not fit each other.
         """
+        query_lens, seq_lens, block_tables = layout.query_lens, layout.seq_lens, layout.block_tables
         wrapper, requests = self._wrapper, len(query_lens)
         blocks = blocks_of(seq_lens, self._block_size)
         total = int(np.add.reduce(blocks))
@@ -347,7 +273,7 @@ class PrefillPlanner:
                 *self._workspaces, slot.workspace, *host.native, rows, requests, *self._tail
             )
         finally:
-            slot.copied.record()
+            self._ring.read(slot)
         (
             wrapper._qo_indptr_buf,
             wrapper._paged_kv_indptr_buf,
