@@ -12,6 +12,7 @@ import torch
 
 from breakgraph.buckets import Buckets
 from breakgraph.errors import ConfigError
+from breakgraph.models.attention_types import Placement
 from breakgraph.policy import Measure, Verify
 from breakgraph.serving.kv_cache import blocks_for
 
@@ -144,6 +145,10 @@ def _measure(value: Measure | str) -> Measure:
     return _member(Measure, value, name="measure", why="It says when prefill buckets are timed against eager steps.")
 
 
+def _placement(value: Placement | str) -> Placement:
+    return _member(Placement, value, name="placement", why="It says where the attention of prefills stands.")
+
+
 def _attention(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
     if value not in ("auto", "torch", "flashinfer"):
         raise _wrong(
@@ -172,6 +177,8 @@ class EngineConfig:
         contexts: Context buckets of decode below ``max_seq_len``, for an attention in plain torch, which pays for
             the context that its graph was made for; None takes powers of four from 256.
         attention: "auto", "torch" or "flashinfer".
+        placement: Where the attention of prefills stands: "break" (between the segments of a graph), "captured" (in the
+            graph), or "auto", which is captured where that was measured to be faster: FlashInfer's FA3.
         verify: When a graph is compared with eager: "first" (before it may serve), "always" or "never".
         measure: When prefill buckets are timed, so that steps for which padding costs more than an eager step run
             eagerly: "cuda" (on a CUDA device), "always" or "never".
@@ -194,6 +201,7 @@ class EngineConfig:
     prefill_sizes: tuple[int, ...] | None = attrs.field(default=None, converter=_sizes, validator=_buckets)
     contexts: tuple[int, ...] | None = attrs.field(default=None, converter=_sizes, validator=_buckets)
     attention: Literal["auto", "torch", "flashinfer"] = attrs.field(default="auto", validator=_attention)
+    placement: Placement = attrs.field(default=Placement.AUTO, converter=_placement)
     verify: Verify = attrs.field(default=Verify.FIRST, converter=_verify)
     measure: Measure = attrs.field(default=Measure.CUDA, converter=_measure)
     graph_budget: int | None = attrs.field(

@@ -108,6 +108,7 @@ class Engine:
             max_num_tokens=sizes.max_num_tokens,
             max_seq_len=sizes.max_seq_len,
             reserved_blocks=self.decode.reserved_blocks,
+            max_chunks=self.prefill.most_requests,
         )
         self._seeds = random.Random(config.seed)
         self._in_flight: _InFlight | None = None

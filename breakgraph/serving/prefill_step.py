@@ -1,23 +1,33 @@
 """A prefill step: prompt chunks through a breakable graph, then one token for each prompt that is complete.
 
-The graph holds the decoder's body, hidden states in and hidden states out. Embedding, the logits of the last
-rows and their sampling stay outside: their row counts follow the batch, and they are a handful of kernels.
+The graph holds the decoder's body, hidden states in and hidden states out; attention is a break of it or lies in it.
+Embedding, the logits of the last rows and their sampling stay outside: their row counts follow the batch, and they are a
+handful of kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from breakgraph.capture_window import CaptureProgress
 from breakgraph.graph_key import PrefillKey
-from breakgraph.models.attention import BatchLayout, KVLayer
+from breakgraph.models.attention import BatchLayout, KVLayer, Placement
 from breakgraph.prefill_runner import Example, PrefillRunner
 from breakgraph.serving.config import EngineConfig, Graphs, Sizes
 from breakgraph.serving.device_state import DeviceState, PendingTokens, sampling_columns, upload
 from breakgraph.serving.kv_cache import NULL_BLOCK, blocks_for, slots_of
+from breakgraph.serving.prefill_attention import (
+    MOST_CAPTURED_REQUESTS,
+    CapturedAttention,
+    PrefillLive,
+    break_attend,
+    captured_attend,
+    choose,
+)
 from breakgraph.serving.requests import Request
 from breakgraph.serving.sampling import greedy, sample
 from breakgraph.serving.scheduler import PrefillBatch
@@ -37,6 +47,7 @@ class PrefillStep:
 
     Attributes:
         runner: The runner; its statistics count the steps.
+        placement: Where the attention stands.
     """
 
     def __init__(
@@ -50,9 +61,12 @@ class PrefillStep:
         self._state = state
         self._sizes = sizes
         self._generator = torch.Generator().manual_seed(0)
+        self.placement = choose(state.attention, wanted=config.placement)
+        captured = self.placement is Placement.CAPTURED
+        self._captured = CapturedAttention(state.attention, sizes=sizes) if captured else None
         width = state.decoder.hidden_size
         self.runner = PrefillRunner(
-            prefill_body(state, layers=state.cache.layers),
+            prefill_body(state, layers=state.cache.layers, placement=self.placement),
             inputs=[
                 StaticInput("hidden", shape=(TOKENS, width), dtype=state.decoder.dtype),
                 StaticInput("positions", shape=(TOKENS,)),
@@ -65,7 +79,8 @@ class PrefillStep:
             verify=config.verify,
             measure=config.measure,
             memory_budget=config.graph_budget,
-            expect_breaks={"attention": len(state.decoder.variants)},
+            expect_breaks={} if captured else {"attention": len(state.decoder.variants)},
+            plan=None if self._captured is None else self._captured.plan,
             progress=progress,
             enabled=config.graphs is Graphs.ON,
         )
@@ -74,6 +89,21 @@ class PrefillStep:
         """Captures all buckets. The cache must be empty: the blocks of future requests are written."""
         with self.runner.capture_window():
             self.runner.capture()
+
+    @property
+    def most_requests(self) -> int | None:
+        """Most requests of a step that its graphs take; None: any number."""
+        return None if self._captured is None else MOST_CAPTURED_REQUESTS
+
+    def live(self, layout: BatchLayout) -> Mapping[str, object]:
+        """Live data of a step; as a break the attention is planned now, captured in `prepare`.
+
+        Args:
+            layout: Rows and pages of each request.
+        """
+        return {
+            "batch": PrefillLive(layout) if self._captured is not None else self._state.attention.plan_prefill(layout)
+        }
 
     def launch(self, batch: PrefillBatch) -> PendingTokens | None:
         """Puts a step on the stream.
@@ -102,7 +132,8 @@ class PrefillStep:
                 "slots": torch.from_numpy(np.concatenate(slots)),
             },
             size=len(ids),
-            live={"batch": state.attention.plan_prefill(layout)},
+            live=self.live(layout),
+            opt_out=self._too_many(len(chunks)),
         )
         hidden: torch.Tensor = self.runner.launch(prepared).output
         ends = np.cumsum([c.count for c in chunks], dtype=np.int64)
@@ -110,6 +141,12 @@ class PrefillStep:
         if not len(last_rows):
             return None
         return self._sample(hidden.index_select(0, upload(last_rows, device=device)), batch.sampled)
+
+    def _too_many(self, requests: int) -> str | None:
+        most = self.most_requests
+        if most is None or requests <= most:
+            return None
+        return f"{requests} requests; a graph with captured attention takes {most}"
 
     def _sample(self, hidden: torch.Tensor, requests: Sequence[Request]) -> PendingTokens:
         state = self._state
@@ -142,29 +179,31 @@ class PrefillStep:
                 "positions": torch.from_numpy(np.concatenate([np.arange(count, dtype=np.int64) for count in counts])),
                 "slots": torch.from_numpy(np.concatenate(slots)),
             },
-            live={"batch": self._state.attention.plan_prefill(layout)},
+            live=self.live(layout),
         )
 
 
-def prefill_body(state: DeviceState, *, layers: Sequence[KVLayer]) -> Callable[..., torch.Tensor]:
+def prefill_body(
+    state: DeviceState, *, layers: Sequence[KVLayer], placement: Placement = Placement.BREAK
+) -> Callable[..., torch.Tensor]:
     """Makes the forward of a prefill step: hidden states in, hidden states after the final norm out.
 
     Args:
         state: Model and attention.
         layers: The caches to write and read.
+        placement: Where the attention stands, as `choose` decided.
 
     Returns:
-        ``forward(hidden, positions, slots, batch)``, all of ``(tokens, ...)``, ``batch`` from ``plan_prefill``.
+        ``forward(hidden, positions, slots, batch)``, all of ``(tokens, ...)``; ``batch`` is from ``plan_prefill``, or a planned
+        ``PrefillLive`` where the attention is captured.
     """
     decoder, attention = state.decoder, state.attention
+    attend = captured_attend if placement is Placement.CAPTURED else break_attend
 
-    def forward(*, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, batch: object) -> torch.Tensor:
-        def attend(layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
-            out = q.new_empty(*q.shape[:2], v_cache.shape[-1])
-            attention.prefill(q, k_cache, v_cache, out, batch, decoder.variants[layer])
-            return out
-
-        result: torch.Tensor = decoder(hidden, positions=positions, slots=slots, kv=layers, attend=attend)
+    def forward(*, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, batch: Any) -> torch.Tensor:
+        result: torch.Tensor = decoder(
+            hidden, positions=positions, slots=slots, kv=layers, attend=attend(attention, decoder, batch)
+        )
         return result
 
     return forward

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
+from itertools import islice
 
 import attrs
 
@@ -95,6 +96,7 @@ class Scheduler:
         max_num_tokens: Most tokens of a prefill step.
         max_seq_len: Most tokens of prompt and output of one request.
         reserved_blocks: Blocks of the allocator that requests can never have, since padding requests hold them.
+        max_chunks: Most requests of a prefill step; None: no limit but the others.
 
     Attributes:
         preemptions: How often a request lost its blocks and had to start again.
@@ -109,11 +111,13 @@ class Scheduler:
         max_num_tokens: int,
         max_seq_len: int,
         reserved_blocks: int = 0,
+        max_chunks: int | None = None,
     ) -> None:
         self._allocator = allocator
         self._reserved_blocks = reserved_blocks
         self._block_size = block_size
         self._max_num_tokens = max_num_tokens
+        self._max_chunks = max_chunks
         self._max_seq_len = max_seq_len
         self._free_rows = list(range(max_batch_size, 0, -1))
         self._waiting: deque[Request] = deque()
@@ -171,7 +175,7 @@ class Scheduler:
         """
         decodable = [r for r in self._running if r.state is RequestState.DECODE and r.wants_token]
         if self._decoded_last or not decodable:
-            chunks = tuple(self._chunks())
+            chunks = tuple(islice(self._chunks(), self._max_chunks))
             if chunks:
                 self._decoded_last = False
                 return PrefillBatch(chunks)

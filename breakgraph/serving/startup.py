@@ -19,7 +19,7 @@ from breakgraph.serving.engine import Engine
 from breakgraph.serving.kv_cache import KVCache, blocks_for
 from breakgraph.serving.memory import measure_blocks
 
-__all__ = ["build_engine", "choose_device"]
+__all__ = ["build_engine", "choose_device", "make_attention_for"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def build_engine(
     device = decoder.device
     limit = sequence_limit(config, max_positions=model.max_positions, device_type=device.type)
     shape.check_positions(limit)
-    attention = _attention(decoder, config=config)
+    attention = make_attention_for(decoder, config=config)
     _LOG.info("attention: %s (%s)", attention.kind, attention.reason)
     if decoder.experts is not None:
         _LOG.info("experts: %s (%s)", decoder.experts.kind, decoder.experts.reason)
@@ -103,8 +103,16 @@ def build_engine(
     return Engine(state, sizes=sizes, config=config, eos_token_ids=model.generation.eos_token_ids, progress=progress)
 
 
-def _attention(decoder: Decoder, *, config: EngineConfig) -> Attention:
-    """One attention for all layers: plain torch where a layer is not plain, or layers differ in shape."""
+def make_attention_for(decoder: Decoder, *, config: EngineConfig) -> Attention:
+    """One attention for all layers: plain torch where a layer is not plain, or layers differ in shape.
+
+    Args:
+        decoder: The model.
+        config: Which attention is asked for, and the block size.
+
+    Raises:
+        ConfigError: FlashInfer is asked for, and a layer is not plain.
+    """
     first, kind = decoder.kv_shapes[0], config.attention
     odd = [variant for variant in decoder.variants if not variant.is_plain]
     uneven = len(set(decoder.kv_shapes)) > 1 or first.key_dim != first.value_dim
