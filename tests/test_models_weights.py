@@ -184,10 +184,16 @@ def test_quantised_folder_is_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{", "cannot be read"), ("[]", "holds a list"), ('{"model_type": "gpt2"}', "'gpt2' has no decoder")],
+    [
+        ("{", "cannot be read"),
+        ("[]", "holds a list"),
+        ("{}", "names no model_type"),
+        ('{"model_type": "no_such_model"}', "is refused by transformers: .*no_such_model"),
+        ('{"model_type": "t5"}', "'t5' has no causal language model in transformers"),
+    ],
 )
 def test_config_that_is_no_configuration(content: str, message: str, tmp_path: Path) -> None:
-    """A config.json that is broken, or of another family, is a ConfigError."""
+    """A config.json that is broken, names no type, an unknown one or one without a language model, is a ConfigError."""
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=message):
         load_model(tmp_path)

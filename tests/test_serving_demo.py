@@ -90,6 +90,31 @@ def test_twenty_prompts_give_the_tokens_of_transformers(
     assert statistics.eager == ({} if graphs is Graphs.ON else {"DISABLED": steps})
 
 
+def test_twenty_prompts_through_the_adapter_give_the_same_tokens(
+    folder: Path, prompts: list[list[int]], references: list[Reference]
+) -> None:
+    """Forced through transformers' own code, in batches of 8 with graphs: the ids of `generate`; every step is a replay."""
+    llm = LLM(
+        folder,
+        via="adapter",
+        device="cpu",
+        dtype=torch.float32,
+        max_batch_size=8,
+        max_seq_len=640,
+        sampling=SamplingPaths.GREEDY,
+        prefill_sizes=[64, 512],  # fewer graphs than by default: each is captured and proven
+        contexts=[],
+    )
+    for prompt, answer, reference in zip(
+        prompts, llm.generate(prompts, SamplingParams(max_tokens=MAX_TOKENS)), references, strict=True
+    ):
+        assert reference.agrees(answer.token_ids), (len(prompt), answer.token_ids, reference)
+        assert len(answer.token_ids) == len(reference.token_ids)
+    assert llm.statistics.eager == {}
+    assert llm.statistics.dropped == {}
+    assert llm.statistics.as_dict()["served_via"] == "adapter"
+
+
 def test_the_capital_of_france() -> None:
     """`breakgraph generate` names Paris, and every prefill and decode step was a replay."""
     result = CliRunner().invoke(app, ["generate", "What is the capital of France?", "--device", "cpu", "--stats"])

@@ -77,6 +77,20 @@ def tiny_hf(family: str, folder: Path, *, shard_size: str = "40KB", seed: int = 
     return model
 
 
+def save_byte_tokenizer(folder: Path) -> None:
+    """A tokenizer of 257 tokens, the bytes and <end>, with a chat template and without EOS, as transformers saves it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    template = "<end>{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template).save_pretrained(folder)
+
+
 def hf_logits(model: Any, ids: Sequence[int]) -> torch.Tensor:
     """Logits (len(ids), vocab) of the whole sequence at once."""
     with torch.no_grad():

@@ -12,7 +12,7 @@ import torch
 from breakgraph.errors import ConfigError
 from breakgraph.models.generation import read_json
 
-__all__ = ["Progress", "load_safetensors", "shard_paths", "tensor_names"]
+__all__ = ["Progress", "load_safetensors", "shard_paths", "some_names", "tensor_names"]
 
 Progress = Callable[[str, int, int], None]
 """`progress(stage, done, total)`: stage is a few words for people; done goes from 0 to total."""
@@ -41,7 +41,7 @@ def shard_paths(folder: Path) -> tuple[Path, ...]:
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing or not shards:
         raise ConfigError(
-            f"{folder} lacks {_names(missing) if missing else 'every weight file'}.",
+            f"{folder} lacks {some_names(missing) if missing else 'every weight file'}.",
             why="Weights are read from safetensors: model.safetensors, or the files that its index names.",
             fix="Download the missing files; convert a pytorch_model.bin with save_pretrained of transformers.",
         )
@@ -97,7 +97,7 @@ def load_safetensors(
     absent = [name for name in targets if name not in origin]
     if absent:
         raise ConfigError(
-            f"{folder} lacks {len(absent)} of {len(targets)} tensors: {_names(absent)}.",
+            f"{folder} lacks {len(absent)} of {len(targets)} tensors: {some_names(absent)}.",
             why="Weights that are not loaded would be whatever was in memory.",
             fix="Download the checkpoint again, or correct config.json (layers, tie_word_embeddings).",
         )
@@ -145,6 +145,7 @@ def _check(name: str, tensor: Any, targets: Mapping[str, torch.Tensor], shard: P
         )
 
 
-def _names(names: list[str]) -> str:
+def some_names(names: list[str]) -> str:
+    """The first names of a list, and how many more there are."""
     shown = ", ".join(names[:MAX_NAMES])
     return shown if len(names) <= MAX_NAMES else f"{shown} and {len(names) - MAX_NAMES} more"

@@ -158,6 +158,11 @@ class DecoderConfig:
         """Bytes that one token takes in the KV cache, over all layers."""
         return 2 * self.num_layers * self.kv_size * self.dtype.itemsize
 
+    @property
+    def served_positions(self) -> int:
+        """Longest sequence, in tokens, that `check_positions` lets pass."""
+        return min(self.max_positions, self.sliding_window or self.max_positions)
+
     def check_positions(self, positions: int) -> None:
         """Refuse to serve sequences of `positions` tokens that this decoder would compute wrongly.
 
@@ -180,7 +185,8 @@ class DecoderConfig:
                 f"{self.model_type}: sliding_window={self.sliding_window} is active below the {positions} positions "
                 "to be served.",
                 why="This decoder attends to every earlier token, so longer sequences would give other numbers.",
-                fix=f"Serve at most {self.sliding_window} tokens a sequence (max_seq_len={self.sliding_window}).",
+                fix=f"Serve at most {self.sliding_window} tokens a sequence (max_seq_len={self.sliding_window}); "
+                "the adapter has windows (via='adapter').",
             )
 
     @classmethod
@@ -201,7 +207,8 @@ class DecoderConfig:
             raise ConfigError(
                 f"Model type {family!r} has no decoder here; supported are {', '.join(SUPPORTED_MODEL_TYPES)}.",
                 why="Every family needs its own forward pass, and a near miss would give wrong numbers silently.",
-                fix="Use a model of a supported family.",
+                fix="Use a model of a supported family, or transformers' own code: via='adapter' (breakgraph generate: "
+                "--via adapter).",
             )
         _refuse_quantised(values, family)
         _refuse(values, family, "hidden_act", "silu")

@@ -20,6 +20,7 @@ from typing import Any
 
 from breakgraph.errors import ConfigError
 from breakgraph.models.checkpoint import Progress
+from breakgraph.models.transformers_files import check_causal, quiet_transformers
 
 __all__ = ["default_cache_root", "gguf_folder", "is_gguf"]
 
@@ -135,10 +136,11 @@ def _convert(path: Path, folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     source, options = str(path.parent), {"gguf_file": path.name, "local_files_only": True}
-    with _quiet_transformers(), _readable(path):
+    with _quiet_reader(), _readable(path):
         config = AutoConfig.from_pretrained(source, **options)
-    _check_family(config)
-    with _quiet_transformers(), _readable(path):
+    _forget_quantisation(config)
+    check_causal(config)  # not half a minute later
+    with _quiet_reader(), _readable(path):
         # The configuration is handed in because every parse of the header takes seconds. Unasked, transformers may
         # keep the blocks packed for kernels of its own.
         model: Any = AutoModelForCausalLM.from_pretrained(
@@ -149,17 +151,9 @@ def _convert(path: Path, folder: Path) -> None:
     # whoever reads the folder take them for packed.
     model.hf_quantizer = None
     _forget_quantisation(model.config)
-    with _writable(folder), _quiet_transformers():
+    with _writable(folder), _quiet_reader():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-
-
-def _check_family(config: Any) -> None:
-    """Refuse a family without a decoder before the conversion, not half a minute later."""
-    from breakgraph.models.config import DecoderConfig
-
-    _forget_quantisation(config)
-    DecoderConfig.from_transformers(config)
 
 
 def _forget_quantisation(config: Any) -> None:
@@ -182,18 +176,9 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Progress is ours to show: transformers' own bars stay off meanwhile."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        with _without_tensor_bar():
-            yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
+def _quiet_reader() -> Iterator[None]:
+    with quiet_transformers(warnings=True), _without_tensor_bar():
+        yield
 
 
 @contextlib.contextmanager

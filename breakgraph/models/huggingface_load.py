@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from breakgraph.errors import ConfigError
+from breakgraph.models.checkpoint import Progress, some_names
 from breakgraph.models.config import DecoderConfig, default_dtype
 from breakgraph.models.generation import GenerationDefaults
 from breakgraph.models.huggingface import AdaptedDecoder
 from breakgraph.models.huggingface_probe import adapt
-from breakgraph.models.weights import LoadedModel, read_tokenizer
+from breakgraph.models.loaded import LoadedModel
+from breakgraph.models.transformers_files import one_line, quiet_transformers, read_tokenizer
+from breakgraph.models.via import Served, Via
 
 __all__ = ["load_transformers"]
+
+_LOG = logging.getLogger(__name__)
 
 
 def load_transformers(
@@ -23,6 +30,7 @@ def load_transformers(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     tokenizer: Any = None,
+    progress: Progress | None = None,
 ) -> LoadedModel:
     """Put a causal language model of transformers behind our attention, unchanged, if it gives its own numbers there.
 
@@ -35,6 +43,7 @@ def load_transformers(
         device: Where the weights of a folder go.
         dtype: What the weights of a folder are held in; None takes bfloat16 on CUDA and float32 elsewhere.
         tokenizer: For a model that was given as an object; None: prompts are token ids.
+        progress: Called as `progress("loading weights", done, 1)` before and after the weights of a folder are read.
 
     Returns:
         The model, for `LLM(...)` or for runners of your own. `decoder` is an `AdaptedDecoder`.
@@ -46,7 +55,7 @@ def load_transformers(
     source = type(model).__name__
     if isinstance(model, str | Path):
         folder, source = Path(model), str(model)
-        model = _from_folder(folder, device=torch.device(device), dtype=dtype)
+        model = _from_folder(folder, device=torch.device(device), dtype=dtype, progress=progress)
         tokenizer = read_tokenizer(folder) if tokenizer is None else tokenizer
         generation = GenerationDefaults.from_folder(folder, config=model.config, tokenizer=tokenizer)
     if not isinstance(model, torch.nn.Module) or not callable(getattr(type(model), "get_decoder", None)):
@@ -57,23 +66,68 @@ def load_transformers(
         )
     probed = adapt(model)
     config = _shape(model, probed.decoder, positions=probed.max_positions)
-    return LoadedModel(probed.decoder, config, tokenizer, generation, probed.max_positions, source)
+    served = Served(config.model_type, Via.ADAPTER, "it was asked for")
+    return LoadedModel(probed.decoder, config, tokenizer, generation, probed.max_positions, source, served)
 
 
-def _from_folder(folder: Path, *, device: torch.device, dtype: torch.dtype | None) -> Any:
+def _from_folder(folder: Path, *, device: torch.device, dtype: torch.dtype | None, progress: Progress | None) -> Any:
     from transformers import AutoModelForCausalLM
 
+    if progress is not None:
+        progress("loading weights", 0, 1)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=dtype or default_dtype(device), local_files_only=True
-        )
+        with quiet_transformers(warnings=False):  # what they would say is checked below
+            model, found = AutoModelForCausalLM.from_pretrained(
+                str(folder),
+                dtype=dtype or default_dtype(device),
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # or the error would name none
+            )
+        model = model.to(device).eval()
+    except torch.OutOfMemoryError:
+        raise  # says nothing of the model
     except Exception as error:  # transformers validates with errors of several libraries
         raise ConfigError(
-            f"{folder} is no causal language model that transformers can load: {error}",
+            f"{folder} is no causal language model that transformers can load: {one_line(error)}",
             why="The model's own code is used, so transformers must know it.",
             fix="Check the folder, or use a newer transformers.",
         ) from error
-    return model.to(device).eval()
+    _check_quantised(folder, model)
+    _check_tensors(folder, found)
+    if progress is not None:
+        progress("loading weights", 1, 1)
+    return model
+
+
+def _check_quantised(folder: Path, model: Any) -> None:
+    """A way to quantise that transformers does not know it leaves out, with no more than a warning."""
+    named = getattr(model.config, "quantization_config", None)
+    if named and getattr(model, "hf_quantizer", None) is None:
+        raise ConfigError(
+            f"{folder}: transformers does not know how the checkpoint is quantised: {one_line(named)}",
+            why="Its tensors are packed; read as plain weights they would be noise.",
+            fix="Use the unquantised checkpoint of the same model, or a newer transformers.",
+        )
+
+
+def _check_tensors(folder: Path, found: Mapping[str, Iterable[Any]]) -> None:
+    """What a checkpoint lacks transformers makes up, and what it has too much is left out, with no more than a warning."""
+    if misshapen := sorted(str(key[0]) for key in found["mismatched_keys"]):
+        raise ConfigError(
+            f"{folder}: {len(misshapen)} tensors are of another shape than config.json asks for: {some_names(misshapen)}.",
+            why="The model is built from config.json.",
+            fix="Use the config.json that came with the weights.",
+        )
+    if absent := sorted(found["missing_keys"]):
+        raise ConfigError(
+            f"{folder} lacks {len(absent)} tensors: {some_names(absent)}.",
+            why="transformers would put random numbers there, and the model would write noise.",
+            fix="Download the checkpoint again, or correct config.json.",
+        )
+    if unused := sorted(found["unexpected_keys"]):
+        _LOG.warning("%s: the model has no place for %d tensors: %s", folder, len(unused), some_names(unused))
 
 
 def _shape(model: Any, decoder: AdaptedDecoder, *, positions: int) -> DecoderConfig:

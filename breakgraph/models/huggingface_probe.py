@@ -23,9 +23,10 @@ from breakgraph.models.huggingface import (
     register,
     unknown_keywords,
 )
+from breakgraph.models.transformers_files import one_line
 from breakgraph.replay_context import eager_step
 
-__all__ = ["Probed", "adapt"]
+__all__ = ["Probed", "adapt", "position_limit"]
 
 _BLOCK = 4
 _LONGEST = 96  # tokens of a probe: windows beyond are taken at their word, and sequences end at them
@@ -71,14 +72,23 @@ def adapt(model: Any) -> Probed:
         model.set_attn_implementation(before)
         if isinstance(error, BreakgraphError | torch.OutOfMemoryError) or not isinstance(error, Exception):
             raise  # says nothing of the model
-        raise _refusal(model, f"its forward raised {type(error).__name__}: {error}") from error
+        raise _refusal(model, f"its forward raised {type(error).__name__}: {one_line(error)}") from error
+
+
+def position_limit(config: Any) -> int:
+    """Longest sequence that a configuration promises, in tokens.
+
+    Args:
+        config: Of transformers, the part for text.
+    """
+    return int(getattr(config, "max_position_embeddings", None) or 1 << 20)
 
 
 def _refusal(model: Any, reason: str) -> ConfigError:
     return ConfigError(
         f"{type(model).__name__} cannot be served through its own code: {reason}.",
         why="It would run without an error and write wrong text.",
-        fix="Use a model that docs/models.md lists as served, or transformers itself.",
+        fix="Use a model that `breakgraph models` lists as served, or transformers itself.",
     )
 
 
@@ -187,9 +197,8 @@ class _Probe:
         return max([2 * bound + 3 for bound in small], default=0) or 19
 
     def _positions(self, sites: Sequence[Site], longest: int) -> int:
-        limit = int(getattr(self.config, "max_position_embeddings", None) or 1 << 20)
         untested = [bound for bound in (*self._bounds(sites), *self._unread()) if bound >= longest]
-        return min([limit, *untested])
+        return min([position_limit(self.config), *untested])
 
     def _unread(self) -> list[int]:
         """Lengths in the configuration at which a model may begin to do something else that nothing here has read."""

@@ -11,12 +11,16 @@ import torch
 from breakgraph.errors import ConfigError
 from breakgraph.models.checkpoint import Progress, load_safetensors, tensor_names
 from breakgraph.models.config import SUPPORTED_MODEL_TYPES, DecoderConfig, default_dtype
-from breakgraph.models.decoder import Decoder
 from breakgraph.models.demo import demo_gguf
 from breakgraph.models.experts import SparseMLP
-from breakgraph.models.generation import GenerationDefaults, read_json
+from breakgraph.models.generation import GenerationDefaults
 from breakgraph.models.gguf_cache import gguf_folder, is_gguf
+from breakgraph.models.huggingface_load import load_transformers
+from breakgraph.models.huggingface_probe import position_limit
 from breakgraph.models.llama import DecoderLayer, LlamaDecoder
+from breakgraph.models.loaded import LoadedModel
+from breakgraph.models.transformers_files import check_causal, read_config, read_tokenizer, text_config
+from breakgraph.models.via import Served, Via
 
 __all__ = [
     "DEMO",
@@ -25,51 +29,34 @@ __all__ = [
     "load_model",
     "open_model",
     "random_model",
-    "read_tokenizer",
     "weight_targets",
 ]
 
 DEMO = "demo"
 FUSED_EXPERTS = ".mlp.experts.gate_up_proj"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
-@attrs.frozen(eq=False)
-class LoadedModel:
-    """A model and what is needed to use it.
-
-    Attributes:
-        decoder: The weights, ready to run.
-        config: Its shape.
-        tokenizer: Of transformers; None for a folder without one.
-        generation: Where to stop and how to sample by default.
-        max_positions: Longest sequence that may be served, in tokens.
-        source: Where it came from, for people.
-    """
-
-    decoder: Decoder
-    config: DecoderConfig
-    tokenizer: Any
-    generation: GenerationDefaults
-    max_positions: int
-    source: str
-
-
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, kw_only=True)
 class OpenedModel:
     """Everything about a model but its weights: cheap, so that a prompt can be checked before they are read.
 
     Attributes:
-        config: Its shape, without a choice of dtype.
+        config: Shape of our decoder, without a choice of dtype; None where the adapter runs it.
+        vocab_size: Token ids are below this.
+        max_positions: Longest sequence, in tokens, as far as the configuration says; the adapter may find out less.
         tokenizer: Of transformers; None for a folder without one.
         generation: Where to stop and how to sample by default.
+        served: Whose code will run it, and why.
         source: Where it came from, for people.
         folder: The Hugging Face folder of its files.
     """
 
-    config: DecoderConfig
+    config: DecoderConfig | None
+    vocab_size: int
+    max_positions: int
     tokenizer: Any
     generation: GenerationDefaults
+    served: Served
     source: str
     folder: Path
 
@@ -90,47 +77,117 @@ class OpenedModel:
             progress: Called as `progress(stage, done, total)`.
 
         Raises:
-            ConfigError: The files are damaged, or sequences of that length cannot be served.
+            ConfigError: The files are damaged, the adapter's probe refused the model, or sequences of that length cannot be
+                served.
         """
         device = torch.device(device)
         dtype = dtype or default_dtype(device)
+        if self.config is None:
+            return self._adapted(device=device, dtype=dtype, max_positions=max_positions, progress=progress)
         config = attrs.evolve(self.config, dtype=dtype)
-        served = config.max_positions if max_positions is None else max_positions
-        config.check_positions(served)
+        positions = self.max_positions if max_positions is None else max_positions
+        config.check_positions(positions)
         # Weights made under inference mode could not be written to outside of it.
         with torch.inference_mode(False):
-            decoder = LlamaDecoder(config, device=device, dtype=dtype, max_positions=served)
+            decoder = LlamaDecoder(config, device=device, dtype=dtype, max_positions=positions)
             load_safetensors(
                 self.folder,
                 weight_targets(decoder, fused_experts=_has_fused_experts(self.folder, config)),
                 ignored=("lm_head.weight",) if config.tie_word_embeddings else (),
                 progress=progress,
             )
-        return LoadedModel(decoder.eval(), config, self.tokenizer, self.generation, served, self.source)
+        return LoadedModel(decoder.eval(), config, self.tokenizer, self.generation, positions, self.source, self.served)
+
+    def _adapted(
+        self, *, device: torch.device, dtype: torch.dtype, max_positions: int | None, progress: Progress | None
+    ) -> LoadedModel:
+        try:
+            loaded = load_transformers(
+                self.folder, device=device, dtype=dtype, tokenizer=self.tokenizer, progress=progress
+            )
+        except ConfigError as error:
+            why = f"{error.why} The adapter was tried because {self.served.reason}."
+            raise ConfigError(error.what, why=why, fix=error.fix) from error
+        positions = loaded.max_positions if max_positions is None else max_positions
+        if positions > loaded.max_positions:
+            raise ConfigError(
+                f"{self.served.model_type}: sequences of {positions} tokens were asked for; the adapter serves up to "
+                f"{loaded.max_positions}.",
+                why="Beyond, the model ends, or has a window that the probe could not go past.",
+                fix=f"Serve at most {loaded.max_positions} tokens a sequence (max_seq_len={loaded.max_positions}).",
+            )
+        return attrs.evolve(
+            loaded, generation=self.generation, max_positions=positions, source=self.source, served=self.served
+        )
 
 
-def open_model(path: str | Path, *, cache_root: Path | None = None, progress: Progress | None = None) -> OpenedModel:
+def open_model(
+    path: str | Path,
+    *,
+    via: Via | str = Via.AUTO,
+    max_positions: int | None = None,
+    cache_root: Path | None = None,
+    progress: Progress | None = None,
+) -> OpenedModel:
     """Read everything about a model but its weights; a GGUF file is converted first where it was not yet.
 
     Args:
         path: As in `load_model`.
+        via: As in `load_model`.
+        max_positions: As in `load_model`.
         cache_root: As in `load_model`.
         progress: As in `load_model`.
 
     Raises:
-        ConfigError: The path is no model, or one that has no decoder here.
+        ConfigError: The path is no model, or one that cannot be run in that way.
     """
+    via = Via.of(via)
     folder = _model_folder(path, cache_root=cache_root, progress=progress)
-    hf_config = _transformers_config(folder)
-    config = DecoderConfig.from_transformers(hf_config)
+    hf_config = read_config(folder)
+    config, served = _choose(hf_config, via=via, max_positions=max_positions)
+    if config is None:
+        check_causal(hf_config)
+        text = text_config(hf_config)
+        vocabulary, positions = int(text.vocab_size), position_limit(text)
+    else:
+        vocabulary, positions = config.vocab_size, config.served_positions
     tokenizer = read_tokenizer(folder)
     generation = GenerationDefaults.from_folder(folder, config=hf_config, tokenizer=tokenizer)
-    return OpenedModel(config, tokenizer, generation, str(path), folder)
+    return OpenedModel(
+        config=config,
+        vocab_size=vocabulary,
+        max_positions=positions,
+        tokenizer=tokenizer,
+        generation=generation,
+        served=served,
+        source=str(path),
+        folder=folder,
+    )
+
+
+def _choose(hf_config: Any, *, via: Via, max_positions: int | None) -> tuple[DecoderConfig | None, Served]:
+    """Whose code runs a model; with the shape of our decoder where it is ours."""
+    family = str(hf_config.model_type)
+    if via is Via.ADAPTER:
+        return None, Served(family, Via.ADAPTER, "it was asked for")
+    if via is Via.AUTO and family not in SUPPORTED_MODEL_TYPES:
+        return None, Served(family, Via.ADAPTER, "there is no decoder of ours for it")
+    try:
+        config = DecoderConfig.from_transformers(hf_config)
+        if max_positions is not None and max_positions <= config.max_positions:
+            config.check_positions(max_positions)  # a sliding window; more than the model has fits no decoder
+    except ConfigError as error:
+        if via is Via.FAST:
+            raise
+        refusal = error.what.removeprefix(f"{family}: ").removesuffix(".")
+        return None, Served(family, Via.ADAPTER, f"ours refuses it: {refusal}")
+    return config, Served(family, Via.FAST)
 
 
 def load_model(
     path: str | Path,
     *,
+    via: Via | str = Via.AUTO,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     max_positions: int | None = None,
@@ -141,20 +198,22 @@ def load_model(
 
     Args:
         path: A folder with config.json and safetensors, a GGUF file, a folder that holds one, or "demo".
+        via: "auto" takes our own decoder where there is one that fits, else transformers' own code through the adapter;
+            "fast" and "adapter" insist on one of them. `served` of the result says which it is, and why.
         device: Where the weights go.
         dtype: What they are held in; None takes bfloat16 on CUDA and float32 elsewhere.
-        max_positions: Longest sequence that will be served, in tokens; None takes the model's. A model with a
-            sliding window can be served up to its window.
+        max_positions: Longest sequence that will be served, in tokens; None takes the longest that whoever runs the model
+            can. Our decoders go up to a sliding window; for more, "auto" takes the adapter.
         cache_root: Where converted GGUF files are kept, in a folder `gguf`; None takes `~/.cache/breakgraph`.
         progress: Called as `progress(stage, done, total)`; the stages are "converting GGUF" and "loading weights".
 
     Returns:
-        The model. Peak memory is its weights plus one tensor of the checkpoint.
+        The model. Peak memory of a decoder of ours is its weights plus one tensor of the checkpoint.
 
     Raises:
         ConfigError: The path is no model, the model cannot be run here, or its files are damaged.
     """
-    opened = open_model(path, cache_root=cache_root, progress=progress)
+    opened = open_model(path, via=via, max_positions=max_positions, cache_root=cache_root, progress=progress)
     return opened.load(device=device, dtype=dtype, max_positions=max_positions, progress=progress)
 
 
@@ -184,7 +243,13 @@ def random_model(
             else:
                 parameter.normal_(0.0, 0.02, generator=generator)
     return LoadedModel(
-        decoder.eval(), config, None, GenerationDefaults(), config.max_positions, f"random {config.model_type}"
+        decoder.eval(),
+        config,
+        None,
+        GenerationDefaults(),
+        config.max_positions,
+        f"random {config.model_type}",
+        Served(config.model_type, Via.FAST),
     )
 
 
@@ -293,47 +358,3 @@ def _only_gguf(folder: Path) -> Path:
         why="A model is a folder with config.json and safetensors, or a GGUF file.",
         fix="Name one of the files." if found else "Give the folder that holds config.json.",
     )
-
-
-def _transformers_config(folder: Path) -> Any:
-    raw = read_json(folder / "config.json")
-    if raw.get("model_type") not in SUPPORTED_MODEL_TYPES:
-        raise ConfigError(
-            f"{folder}: model type {raw.get('model_type')!r} has no decoder here; supported are "
-            f"{', '.join(SUPPORTED_MODEL_TYPES)}.",
-            why="Every family needs its own forward pass, and a near miss would give wrong numbers silently.",
-            fix="Use a model of a supported family.",
-        )
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:  # transformers validates with errors of several libraries
-        raise ConfigError(
-            f"{folder / 'config.json'} is refused by transformers: {error}",
-            why="It says what the model is.",
-            fix="Use the config.json that came with the weights, or a newer transformers.",
-        ) from error
-
-
-def read_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a folder; None where it has none.
-
-    Args:
-        folder: Of transformers.
-
-    Raises:
-        ConfigError: Its files cannot be read.
-    """
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        return None
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:  # the same
-        raise ConfigError(
-            f"The tokenizer of {folder} cannot be read: {error}",
-            why="Without it text cannot become tokens.",
-            fix="Download the tokenizer files again, or remove them all to use token ids only.",
-        ) from error

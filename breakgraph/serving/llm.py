@@ -12,7 +12,9 @@ import torch
 
 from breakgraph.capture_window import CaptureProgress
 from breakgraph.errors import ConfigError, InternalError
-from breakgraph.models.weights import LoadedModel, OpenedModel, open_model
+from breakgraph.models.loaded import LoadedModel
+from breakgraph.models.via import Via
+from breakgraph.models.weights import OpenedModel, open_model
 from breakgraph.serving.config import as_dtype, engine_config, sequence_limit
 from breakgraph.serving.engine import Engine, Token
 from breakgraph.serving.prompts import Prompt, encode, prompts_of
@@ -51,6 +53,8 @@ class LLM:
 
     Args:
         model: "demo", a path that ``load_model`` takes, or a loaded model.
+        via: Whose code runs it. "auto" takes our own decoder where there is one that fits, else transformers' own code through
+            the adapter; "fast" and "adapter" insist on one of them. ``model.served`` and the statistics say which it is.
         device: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:1"; a loaded model keeps its own.
         dtype: Of the weights, a dtype of torch or its name; None takes bfloat16 on CUDA and float32 on a CPU. A
             loaded model keeps its own.
@@ -69,6 +73,7 @@ class LLM:
         self,
         model: str | Path | LoadedModel = "demo",
         *,
+        via: Via | str = Via.AUTO,
         device: str | torch.device = "auto",
         dtype: torch.dtype | str | None = None,
         cache_root: str | Path | None = None,
@@ -78,6 +83,8 @@ class LLM:
         self.config = engine_config(options)
         _check_arguments(model, device=device, cache_root=cache_root, progress=progress)
         self._source = model
+        self._via = Via.of(via)
+        _check_via(model, self._via)
         self._device = str(device)
         self._dtype = as_dtype(dtype)
         self._cache_root = None if cache_root is None else Path(cache_root).expanduser()
@@ -122,7 +129,13 @@ class LLM:
             return self._source
         if self._opened is None:
             choose_device(self._device)  # a wrong device costs nothing to find
-            self._opened = open_model(self._source, cache_root=self._cache_root, progress=self._progress)
+            self._opened = open_model(
+                self._source,
+                via=self._via,
+                max_positions=self.config.max_seq_len,
+                cache_root=self._cache_root,
+                progress=self._progress,
+            )
         return self._opened
 
     @property
@@ -135,7 +148,7 @@ class LLM:
     @property
     def statistics(self) -> Statistics:
         """What was done since the start."""
-        return self.engine.statistics()
+        return attrs.evolve(self.engine.statistics(), served=self.model.served)
 
     def encode(self, prompt: str, *, chat: bool = False) -> list[int]:
         """Turns a prompt into the tokens that ``generate`` would use.
@@ -237,14 +250,14 @@ class LLM:
 
     def _check_length(self, tokens: int, model: LoadedModel | OpenedModel) -> None:
         """Refuses what never fits before weights are read and graphs captured: both take much longer than this."""
-        most = model.config.max_positions
+        positions = model.max_positions
         if isinstance(model, LoadedModel):
-            most, device = model.max_positions, model.decoder.device
+            positions, device = model.config.max_positions, model.decoder.device
         else:
             device = choose_device(self._device)
-        limit = sequence_limit(self.config, max_positions=most, device_type=device.type)
-        larger = f"give a larger max_seq_len (the model has {model.config.max_positions} positions)"
-        way_out = larger if limit < model.config.max_positions else "use a model with more positions"
+        limit = sequence_limit(self.config, max_positions=model.max_positions, device_type=device.type)
+        larger = f"give a larger max_seq_len (the model has {positions} positions)"
+        way_out = larger if limit < positions else "use a model with more positions"
         check_prompt(tokens, max_seq_len=limit, fix=f"Shorten the prompt, or {way_out}.")
 
     def _pump(self) -> None:
@@ -304,12 +317,22 @@ def _check_arguments(model: object, *, device: object, cache_root: object, progr
     if not isinstance(model, (str, Path, LoadedModel)):
         raise ConfigError(
             f'model is of type {type(model).__name__}; expected a path, "demo" or a LoadedModel.',
-            why="The engine runs decoders of its own, whose weights and shape come from a checkpoint.",
-            fix="Save the model with save_pretrained and give the folder; a module of your own: PrefillRunner, DecodeRunner.",
+            why="The engine needs a decoder of packed rows over its paged cache.",
+            fix="Give the folder; of a model of transformers load_transformers(model); a module of your own: PrefillRunner, "
+            "DecodeRunner.",
         )
     _expect(isinstance(device, (str, torch.device)), "device", device, "auto, cpu or cuda")
     _expect(cache_root is None or isinstance(cache_root, (str, Path)), "cache_root", cache_root, "a path or None")
     _expect(progress is None or callable(progress), "progress", progress, "a function of (stage, done, total) or None")
+
+
+def _check_via(model: object, via: Via) -> None:
+    if isinstance(model, LoadedModel) and via not in (Via.AUTO, model.served.via):
+        raise ConfigError(
+            f"via is {via.value!r}, but the model was loaded: {model.served}.",
+            why="Whose code runs a model is settled when it is loaded.",
+            fix=f"Leave via out, or load it so: load_model(path, via={via.value!r}).",
+        )
 
 
 def _expect(fits: bool, name: str, value: object, kind: str) -> None:

@@ -10,7 +10,9 @@ import attrs
 from breakgraph.buckets import Buckets
 from breakgraph.errors import ConfigError
 from breakgraph.models.generation import GenerationDefaults
-from breakgraph.models.weights import LoadedModel, OpenedModel, open_model
+from breakgraph.models.loaded import LoadedModel
+from breakgraph.models.via import Via
+from breakgraph.models.weights import OpenedModel, open_model
 from breakgraph.serving.config import EngineConfig, Graphs, SamplingPaths, token_limit
 from breakgraph.serving.llm import LLM, Progress
 from breakgraph.serving.prompts import encode, has_chat_template
@@ -70,6 +72,7 @@ class OnePrompt:
     Attributes:
         prompt: The text; it goes into the model's chat template where there is one.
         model: "demo" or a path.
+        via: Whose code runs it; see `load_model`.
         device: "auto", "cpu" or "cuda".
         choices: Sampling options.
         graphs: Graphs, or every step eagerly.
@@ -80,6 +83,7 @@ class OnePrompt:
 
     prompt: str
     model: str = attrs.field(default="demo", kw_only=True)
+    via: Via = attrs.field(default=Via.AUTO, kw_only=True)
     device: str = attrs.field(default="auto", kw_only=True)
     choices: Choices = attrs.field(kw_only=True)
     graphs: Graphs = attrs.field(default=Graphs.ON, kw_only=True)
@@ -102,10 +106,16 @@ class OnePrompt:
             )
         self.choices.params(GenerationDefaults())
         device = choose_device(self.device)
-        opened = open_model(self.model, cache_root=self.cache_root, progress=self.progress)
+        opened = open_model(self.model, via=self.via, cache_root=self.cache_root, progress=self.progress)
         params = self.choices.params(opened.generation)
         ids = self._tokens(opened)
         model = opened.load(device=device, progress=self.progress)
+        if model.max_positions < opened.max_positions:
+            check_prompt(
+                len(ids),
+                max_seq_len=model.max_positions,
+                fix="Shorten the prompt: past this length the model does something that the adapter's probe could not try.",
+            )
         self.llm = self._sized(model, prompt_tokens=len(ids), params=params)
         self.llm.start()
         return self.llm.stream(ids, params)
@@ -119,10 +129,13 @@ class OnePrompt:
                 fix="Put its tokenizer files (tokenizer.json, tokenizer_config.json) into the folder, or name another model.",
             )
         ids = encode(opened, self.prompt, chat=has_chat_template(opened))
+        windowed = opened.config is not None and opened.max_positions < opened.config.max_positions
         check_prompt(
             len(ids),
-            max_seq_len=opened.config.max_positions,
-            fix="Shorten the prompt, or use a model with more positions.",
+            max_seq_len=opened.max_positions,
+            fix="Shorten the prompt; our decoder ends at the sliding window, --via adapter may go on."
+            if windowed
+            else "Shorten the prompt, or use a model with more positions.",
         )
         return ids
 

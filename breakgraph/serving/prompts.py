@@ -9,7 +9,8 @@ from typing import cast
 import numpy as np
 
 from breakgraph.errors import ConfigError
-from breakgraph.models.weights import LoadedModel, OpenedModel
+from breakgraph.models.loaded import LoadedModel
+from breakgraph.models.weights import OpenedModel
 
 __all__ = ["Prompt", "encode", "has_chat_template", "prompts_of"]
 
@@ -79,7 +80,7 @@ def encode(model: LoadedModel | OpenedModel, prompt: Prompt, *, chat: bool) -> l
     """
     _check_kind(prompt)
     if not isinstance(prompt, str):
-        return _checked_ids(prompt, vocabulary=model.config.vocab_size)
+        return _checked_ids(prompt, vocabulary=model.vocab_size)
     if not prompt:
         raise ConfigError(
             "the prompt is empty.",

@@ -12,7 +12,7 @@ from breakgraph.capture_window import CaptureProgress
 from breakgraph.errors import ConfigError
 from breakgraph.models.attention import Attention, make_attention
 from breakgraph.models.decoder import Decoder
-from breakgraph.models.weights import LoadedModel
+from breakgraph.models.loaded import LoadedModel
 from breakgraph.serving.config import EngineConfig, Sizes, sequence_limit
 from breakgraph.serving.device_state import DeviceState
 from breakgraph.serving.engine import Engine
@@ -68,6 +68,7 @@ def build_engine(
     device = decoder.device
     limit = sequence_limit(config, max_positions=model.max_positions, device_type=device.type)
     shape.check_positions(limit)
+    _LOG.info("model: %s", model.served)
     attention = make_attention_for(decoder, config=config)
     _LOG.info("attention: %s (%s)", attention.kind, attention.reason)
     if decoder.experts is not None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import attrs
 
 from breakgraph.capture import BreakableCUDAGraph
+from breakgraph.models.via import Served
 from breakgraph.serving.scheduler import DecodeBatch, PrefillBatch
 from breakgraph.statistics import RunnerStatistics
 
@@ -97,6 +98,7 @@ class Statistics:
         discarded_tokens: Tokens made for requests that had ended one step before.
         preemptions: Times that a request lost its blocks and started again.
         capture_seconds: Spent capturing.
+        served: Whose code ran the model, and why; None for an engine without an `LLM`, which knows only a decoder.
     """
 
     prefill: Phase
@@ -111,6 +113,7 @@ class Statistics:
     discarded_tokens: int
     preemptions: int
     capture_seconds: float
+    served: Served | None = None
 
     @property
     def prefill_replays(self) -> int:
@@ -130,19 +133,25 @@ class Statistics:
     def as_dict(self) -> dict[str, Any]:
         """Everything as values that JSON has, on one level: ``prefill_replays``, ``decode_steps`` and so on."""
         values = attrs.asdict(self)
+        served: dict[str, Any] = {}
+        del values["served"]
+        if self.served is not None:
+            served = {"model_type": self.served.model_type, "served_via": str(self.served.via)}
+            served["served_reason"] = self.served.reason
         phases: dict[str, Any] = {}
         for name, phase in (("prefill", self.prefill), ("decode", self.decode)):
             del values[name]
             phases |= {f"{name}_{field}": value for field, value in attrs.asdict(phase).items()}
             phases[f"{name}_tokens_per_second"] = phase.tokens_per_second
-        return phases | values
+        return phases | values | served
 
     def summary(self) -> str:
         """One line for people, with the numbers of ``as_dict``."""
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.eager.items()))
         dropped = f"; {_count(len(self.dropped), 'graph')} dropped" if self.dropped else ""
+        served = "" if self.served is None else f"{self.served}; "
         return (
-            f"{_count(self.generated_tokens, 'token')} generated; {self.prefill.summary('prefill')},"
+            f"{served}{_count(self.generated_tokens, 'token')} generated; {self.prefill.summary('prefill')},"
             f" {self.decode.summary('decode')};"
             f" {_count(self.prefill_replays + self.decode_replays, 'graph replay')}"
             f" ({self.prefill_replays} prefill, {self.decode_replays} decode),"
