@@ -79,6 +79,7 @@ def run_shape(name: str, *, repeats: int) -> list[dict[str, Any]]:
         max_seq_len=max(SIZES) + 64,
         prefill_sizes=SIZES,
         memory_fraction=0.6,
+        placement="break",
         measure="never",
     )
     engine = build_engine(model, config=config)

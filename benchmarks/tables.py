@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -310,14 +310,71 @@ def continuous_batching() -> str:
 
 
 def planner() -> str:
-    """Host time of planning, public against thin."""
+    """Host time of planning, public against ours."""
+
+    def rows() -> Iterator[tuple[object, ...]]:
+        for shape, cases in _read("planner_h200.json")["shapes"].items():
+            for case in cases:
+                for field, what in (
+                    ("decode", "decode"),
+                    ("prefill_fa3", "prefill, FA3"),
+                    ("prefill_fa2", "prefill, FA2"),
+                ):
+                    one = case[field]
+                    plans = [("ours", what)] + ([("captured", "captured prefill")] if "captured_idle_us" in one else [])
+                    for plan, name in plans:
+                        times = (one[f"{who}_{when}_us"] for when in ("idle", "busy") for who in ("public", plan))
+                        kernels = [f"kernel_{who}_us" for who in ("public", "ours")]
+                        kernel = (one[k] for k in kernels) if plan == "ours" and kernels[0] in one else ("", "")
+                        yield shape, case["requests"], name, *(round(t) for t in times), *kernel
+
     return _table(
-        ("model", "requests", "what", "public plan, us", "ours, us", "of it FlashInfer's scheduler, us"),
         (
-            (shape, row["requests"], what, *(round(row[field][name]) for name in ("public_us", "thin_us", "native_us")))
-            for shape, rows in _read("planner_h200.json")["shapes"].items()
+            "model",
+            "requests",
+            "what",
+            "public, idle",
+            "ours, idle",
+            "public, busy",
+            "ours, busy",
+            "kernel, public",
+            "ours",
+        ),
+        rows(),
+    )
+
+
+_FAST = ("eager", "break", "captured", "captured part", "hf eager", "hf break", "hf captured")
+
+
+def fast_path() -> str:
+    """Prefill steps with nothing overlapped."""
+    return _table(
+        ("model", "requests", "tokens", *_FAST),
+        (
+            (shape, row["requests"], row["tokens"], *(f"{row[name]['single_ms']:.2f}" for name in _FAST))
+            for shape, rows in _read("fast_path_h200.json")["shapes"].items()
             for row in rows
-            for field, what in (("decode", "decode"), ("prefill_fa3", "prefill, FA3"), ("prefill_fa2", "prefill, FA2"))
+        ),
+    )
+
+
+def fast_path_periods() -> str:
+    """Prefill steps one behind the other."""
+    names = ("eager", "break", "captured", "captured part")
+    return _table(
+        ("model", "requests", "tokens", *names, "captured / its part", "host, break", "host, captured"),
+        (
+            (
+                shape,
+                row["requests"],
+                row["tokens"],
+                *(f"{row[name]['period_ms']:.2f}" for name in names),
+                f"{row['captured']['period_ms'] / row['captured part']['period_ms']:.3f}",
+                *(f"{row[name]['host_ms']:.2f}" for name in ("break", "captured")),
+            )
+            for shape, rows in _read("fast_path_h200.json")["shapes"].items()
+            for row in rows
         ),
     )
 
@@ -368,6 +425,8 @@ TABLES: dict[str, Callable[[], str]] = {
         start_up,
         continuous_batching,
         planner,
+        fast_path,
+        fast_path_periods,
         transformers_models,
     )
 }
