@@ -26,7 +26,6 @@ from breakgraph.serving.prefill_attention import (
     PrefillLive,
     break_attend,
     captured_attend,
-    choose,
 )
 from breakgraph.serving.requests import Request
 from breakgraph.serving.sampling import greedy, sample
@@ -42,12 +41,12 @@ class PrefillStep:
     Args:
         state: Model, cache and token table.
         sizes: The engine's sizes.
-        config: Graphs on or off, and when to verify.
+        config: Graphs on or off, when to verify, and where the attention stands, as `choose` decided.
         progress: Called after each key of each capture phase.
 
     Attributes:
         runner: The runner; its statistics count the steps.
-        placement: Where the attention stands.
+        placement: Where the attention stands: captured, or a break.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class PrefillStep:
         self._state = state
         self._sizes = sizes
         self._generator = torch.Generator().manual_seed(0)
-        self.placement = choose(state.attention, wanted=config.placement)
+        self.placement = config.placement
         captured = self.placement is Placement.CAPTURED
         self._captured = CapturedAttention(state.attention, sizes=sizes) if captured else None
         width = state.decoder.hidden_size

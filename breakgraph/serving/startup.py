@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+import attrs
 import torch
 
 from breakgraph.capture_window import CaptureProgress
@@ -18,6 +19,7 @@ from breakgraph.serving.device_state import DeviceState
 from breakgraph.serving.engine import Engine
 from breakgraph.serving.kv_cache import KVCache, blocks_for
 from breakgraph.serving.memory import measure_blocks
+from breakgraph.serving.prefill_attention import choose
 
 __all__ = ["build_engine", "choose_device", "make_attention_for"]
 
@@ -70,7 +72,8 @@ def build_engine(
     shape.check_positions(limit)
     _LOG.info("model: %s", model.served)
     attention = make_attention_for(decoder, config=config)
-    _LOG.info("attention: %s (%s)", attention.kind, attention.reason)
+    config = attrs.evolve(config, placement=choose(attention, wanted=config.placement))
+    _LOG.info("attention: %s (%s), of prefills: %s", attention.kind, attention.reason, config.placement.value)
     if decoder.experts is not None:
         _LOG.info("experts: %s (%s)", decoder.experts.kind, decoder.experts.reason)
     # More blocks than all requests at their full length, the null block and that of the padding request would never be used.
