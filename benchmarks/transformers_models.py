@@ -50,7 +50,8 @@ def served(loaded: LoadedModel, model: Any) -> tuple[str, str]:
                 return "passed the probe, then differed", "its tokens are not the model's own"
     statistics = llm.statistics
     if statistics.dropped or statistics.eager:
-        reasons = dict.fromkeys(reason.split("\n")[0] for reason in statistics.dropped.values())
+        known = [reason for reason in (loaded.decoder.eager_prefill, loaded.decoder.eager_decode) if reason]
+        reasons = dict.fromkeys(known + [reason.split("\n")[0] for reason in statistics.dropped.values()])
         return "right, but eager", re.sub(r"\S+/(?=transformers/)", "", "; ".join(reasons))
     assert statistics.prefill_replays, statistics
     assert statistics.decode_replays, statistics
@@ -74,6 +75,10 @@ def one(kind: str) -> dict[str, Any]:
     except ConfigError as error:
         return {"outcome": "refused", "reason": error.what.partition("own code: ")[2] or error.what}
     row: dict[str, Any] = {"error": float(f"{probed.error:.1e}"), "calls": len(probed.decoder.sites)}
+    if probed.decoder.breaks:
+        row["breaks"] = dict(probed.decoder.breaks)
+    if probed.decoder.experts is not None:
+        row["experts"] = probed.decoder.experts.kind
     try:
         outcome, reason = served(load_transformers(model), model)
     except Exception as error:

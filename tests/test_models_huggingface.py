@@ -121,7 +121,7 @@ def test_what_says_nothing_of_a_model_is_no_refusal(error: BaseException, monkey
 
     model = small_model("llama")
     before = model.config._attn_implementation
-    monkeypatch.setattr(huggingface_probe._Probe, "_ours", fail)
+    monkeypatch.setattr(huggingface_probe._Probe, "_compared", fail)
     with pytest.raises(type(error)):
         adapt(model)
     assert model.config._attn_implementation == before

@@ -27,6 +27,7 @@ from breakgraph.backends.emulated_rules import (
     aliases_of,
     declare_pure,
     fill_with_poison,
+    host_read,
     illegal,
     is_composite,
     tensors_in,
@@ -42,18 +43,6 @@ _aten = torch.ops.aten
 _UNINITIALISED = frozenset(
     {_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.new_empty_strided, _aten.empty_permuted}
 )
-_SYNC_METHODS: dict[Any, str] = {
-    torch.Tensor.tolist: "Tensor.tolist()",
-    torch.Tensor.numpy: "Tensor.numpy()",
-    torch.Tensor.__array__: "numpy's conversion of a tensor",
-    torch.Tensor.cpu: "Tensor.cpu()",
-    torch.Tensor.__repr__: "the printing of a tensor",
-    torch.Tensor.__format__: "the formatting of a tensor",
-    torch.Tensor.apply_: "Tensor.apply_()",
-    torch.Tensor.map_: "Tensor.map_()",
-    torch.tensor: "torch.tensor(...) from host data",
-    torch.frombuffer: "torch.frombuffer(...) from host data",
-}
 
 
 @attrs.frozen(eq=False, slots=True)
@@ -379,14 +368,9 @@ class _RefuseSyncs(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self._backend.is_recording:
-            if func in _SYNC_METHODS:
-                self._backend.refuse(_SYNC_METHODS[func])
-            # A device object may be the tensor's own (`y.to(x.device)`), which is no transfer on a GPU either.
-            if func is torch.Tensor.to and "cpu" in (
-                *[a for a in args[1:] if isinstance(a, str)],
-                kwargs.get("device"),
-            ):
-                self._backend.refuse("Tensor.to('cpu')")
+            read = host_read(func, args, kwargs)
+            if read is not None:
+                self._backend.refuse(read)
         return func(*args, **kwargs)
 
 

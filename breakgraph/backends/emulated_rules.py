@@ -7,12 +7,33 @@ from typing import Any
 
 import torch
 
-__all__ = ["aliases_of", "declare_pure", "fill_with_poison", "illegal", "is_composite", "tensors_in", "written_by"]
+__all__ = [
+    "aliases_of",
+    "declare_pure",
+    "fill_with_poison",
+    "host_read",
+    "illegal",
+    "is_composite",
+    "tensors_in",
+    "written_by",
+]
 
 _aten = torch.ops.aten
 _INDEXING = (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_)
 _PYTHON_KEYS = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd", "AutogradCPU", "Autograd")
 _pure: set[str] = set()
+_SYNC_METHODS: dict[Any, str] = {
+    torch.Tensor.tolist: "Tensor.tolist()",
+    torch.Tensor.numpy: "Tensor.numpy()",
+    torch.Tensor.__array__: "numpy's conversion of a tensor",
+    torch.Tensor.cpu: "Tensor.cpu()",
+    torch.Tensor.__repr__: "the printing of a tensor",
+    torch.Tensor.__format__: "the formatting of a tensor",
+    torch.Tensor.apply_: "Tensor.apply_()",
+    torch.Tensor.map_: "Tensor.map_()",
+    torch.tensor: "torch.tensor(...) from host data",
+    torch.frombuffer: "torch.frombuffer(...) from host data",
+}
 
 
 def declare_pure(operator: Callable[..., Any]) -> None:
@@ -25,6 +46,24 @@ def declare_pure(operator: Callable[..., Any]) -> None:
         operator._name if isinstance(operator, torch._ops.OpOverload) else str(getattr(operator, "_qualname", operator))
     )
     _pure.add(name.split(".")[0])
+
+
+def host_read(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """What a function of torch is that hands data to the host or takes it from there, or None where it does neither.
+
+    These dispatch no operator that would show it.
+
+    Args:
+        function: What a `TorchFunctionMode` received.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+    """
+    if function in _SYNC_METHODS:
+        return _SYNC_METHODS[function]
+    # A device object may be the tensor's own (`y.to(x.device)`), which is no transfer on a GPU either.
+    if function is torch.Tensor.to and "cpu" in (*[a for a in args[1:] if isinstance(a, str)], kwargs.get("device")):
+        return "Tensor.to('cpu')"
+    return None
 
 
 def illegal(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, str] | None:

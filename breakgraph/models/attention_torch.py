@@ -296,12 +296,13 @@ def _weighted(
     scores = torch.matmul(q, keys.transpose(-1, -2)) * scale
     if variant.softcap is not None:
         scores = torch.tanh(scores / variant.softcap) * variant.softcap
-    scores = scores.float().masked_fill(~seen, float("-inf"))
+    exact = torch.promote_types(scores.dtype, torch.float32)
+    scores = scores.to(exact).masked_fill(~seen, float("-inf"))
     if variant.sinks is None:
         return torch.matmul(torch.softmax(scores, dim=-1).to(values.dtype), values)
     # In decode the heads are axes 1 and 2, in prefill 0 and 1, where the rows follow them.
     heads = q.shape[1:3] if seen.dim() == 4 else q.shape[:2]
-    sinks = variant.sinks.float().view(*heads, 1) if seen.dim() == 4 else variant.sinks.float().view(*heads, 1, 1)
+    sinks = variant.sinks.to(exact).view(*heads, 1) if seen.dim() == 4 else variant.sinks.to(exact).view(*heads, 1, 1)
     with_sink = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1)
     weights = torch.softmax(with_sink, dim=-1)[..., :-1]
     return torch.matmul(weights.to(values.dtype), values)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -23,10 +24,16 @@ class Decoder(nn.Module, abc.ABC):
     An attention *call* is one use of the attention in a forward, usually one a layer: each has a pair of caches and a variant.
 
     Attributes:
-        experts: How a mixture of experts is computed; None where there is none, or it is not ours.
+        experts: How a mixture of experts is computed; None where there is none, or nobody chose.
+        breaks: Breaks of a forward besides attention: name -> calls.
+        eager_prefill: Why prefill steps have no graphs; None where they have.
+        eager_decode: Why decode steps have no graphs; None where they have.
     """
 
     experts: ExpertsChoice | None = None
+    breaks: Mapping[str, int] = MappingProxyType({})
+    eager_prefill: str | None = None
+    eager_decode: str | None = None
 
     @property
     @abc.abstractmethod

@@ -22,6 +22,8 @@ from torch import nn
 from breakgraph.errors import ConfigError
 from breakgraph.models.attention import AttentionVariant, KVLayer, KVShape
 from breakgraph.models.decoder import Attend, Decoder
+from breakgraph.models.experts import ExpertsChoice
+from breakgraph.models.huggingface_breaks import Fit
 from breakgraph.swaps import swapped
 
 __all__ = ["ATTENTION", "AdaptedDecoder", "Site", "dispatched"]
@@ -189,16 +191,33 @@ class AdaptedDecoder(Decoder):
     Args:
         model: The model, with our attention chosen; its body and head are used as they are.
         sites: Its attention calls, in the order of a forward.
+        fit: How it is put into graphs.
 
     Attributes:
         model: As given.
         sites: As given.
+        fit: As given.
     """
 
-    def __init__(self, model: Any, *, sites: Sequence[Site]) -> None:
+    def __init__(self, model: Any, *, sites: Sequence[Site], fit: Fit | None = None) -> None:
         super().__init__()
         self.model = model
         self.sites = tuple(sites)
+        self.fit = fit or Fit()
+        self.breaks = {one.name: one.calls for one in self.fit.breaks}
+        self.eager_prefill = self.fit.prefill
+        self.eager_decode = self.fit.decode
+
+    def fitted(self, fit: Fit, *, experts: ExpertsChoice | None = None) -> AdaptedDecoder:
+        """The same model, put into graphs in another way.
+
+        Args:
+            fit: How.
+            experts: How its experts are computed, for people.
+        """
+        other = AdaptedDecoder(self.model, sites=self.sites, fit=fit)
+        other.experts = experts
+        return other
 
     @property
     def body(self) -> Any:
@@ -276,7 +295,7 @@ class AdaptedDecoder(Decoder):
             v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slots, v[0].transpose(0, 1))
             return attend(index, q[0].transpose(0, 1).contiguous(), k_cache, v_cache)
 
-        with dispatched(handle):
+        with dispatched(handle), self.fit.entered():
             output = self.body(inputs_embeds=hidden[None], position_ids=positions[None], use_cache=False)
         if (left := next(calls, None)) is not None:
             raise _not_as_probed(f"attention call {left[0]} did not come")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
-import numpy as np
 import torch
 from torch import nn
 
 from breakgraph.errors import BreakgraphError, ConfigError
-from breakgraph.models.attention import AttentionShape, AttentionVariant, BatchLayout, KVLayer
-from breakgraph.models.attention_torch import TorchAttention, TorchBatch
+from breakgraph.models.attention import AttentionVariant
 from breakgraph.models.huggingface import (
     ATTENTION,
     AdaptedDecoder,
@@ -23,15 +23,26 @@ from breakgraph.models.huggingface import (
     register,
     unknown_keywords,
 )
+from breakgraph.models.huggingface_breaks import Fit
+from breakgraph.models.huggingface_fit import experts_of, find_fit, held_still, moved, numbers_rows, rope_lengths
+from breakgraph.models.huggingface_packed import Packed
 from breakgraph.models.transformers_files import one_line
-from breakgraph.replay_context import eager_step
 
 __all__ = ["Probed", "adapt", "position_limit"]
 
-_BLOCK = 4
+_LOG = logging.getLogger(__name__)
+_LIMITS = ("max_position_embeddings", "max_target_positions")
+_UNLIMITED = 1 << 20  # positions, where nothing says how many there are
 _LONGEST = 96  # tokens of a probe: windows beyond are taken at their word, and sequences end at them
-_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
+_EXACT = (torch.float32, torch.float64)
+_TOLERANCE = 1e-5
+_MOST = 1e-4  # however far the model's own attentions are from each other
+_FAR = 1e-3  # of a sequence at the last positions, whose large angles are rounded
 _COARSE = 5e-2  # of half precision
+_WORK = {"cpu": 5e10, "cuda": 1e14}  # floating point operations for which the long sequence is worth about a second
+_LOGITS = 1 << 27  # most logits at a time
+_SOME_ROWS = 8
+_CHUNKS = 8  # of the long sequence: the model sees many more rows at once than a step has
 
 
 @attrs.frozen(eq=False)
@@ -65,11 +76,14 @@ def adapt(model: Any) -> Probed:
     """
     before = model.config._attn_implementation or "eager"
     reference = "eager" if before == ATTENTION else before  # adapted before: its own is any but ours
+    experts = experts_of(model)
     register()
     try:
         return _Probe(model, reference=reference).run()
     except BaseException as error:
         model.set_attn_implementation(before)
+        if experts is not None and experts != experts_of(model):
+            model.set_experts_implementation(experts)
         if isinstance(error, BreakgraphError | torch.OutOfMemoryError) or not isinstance(error, Exception):
             raise  # says nothing of the model
         raise _refusal(model, f"its forward raised {type(error).__name__}: {one_line(error)}") from error
@@ -81,7 +95,8 @@ def position_limit(config: Any) -> int:
     Args:
         config: Of transformers, the part for text.
     """
-    return int(getattr(config, "max_position_embeddings", None) or 1 << 20)
+    said = [value for name in _LIMITS if type(value := getattr(config, name, None)) is int and value > 0]
+    return min(said, default=_UNLIMITED)
 
 
 def _refusal(model: Any, reason: str) -> ConfigError:
@@ -101,33 +116,121 @@ class _Probe:
 
     def run(self) -> Probed:
         """All tests, cheap ones first."""
-        if self.model.training:
-            raise _refusal(self.model, "it is in training mode")
+        if training := [path for path, module in self.model.named_modules() if module.training]:
+            raise _refusal(self.model, f"{training[0] or 'it'} is in training mode")
         if getattr(self.config, "is_encoder_decoder", False):
             raise _refusal(self.model, "it has an encoder")
         with torch.no_grad():
             self.model.set_attn_implementation(ATTENTION)
             sites = self._sites()
-            decoder = AdaptedDecoder(self.model, sites=sites)
+            if any(site.variant.softcap is not None or site.variant.sinks is not None for site in sites):
+                self.reference = "eager"  # the one that has them in every version of transformers
+            decoder = AdaptedDecoder(self.model, sites=sites, fit=Fit(still=held_still(self.model)))
             longest = self._longest(sites)
-            first, second = self._tokens(longest), self._tokens(7)
-            ours = self._ours(decoder, [first, second])
-            self.model.set_attn_implementation(self.reference)
-            expected = [self.model(input_ids=ids[None], use_cache=False).logits[0].float() for ids in (first, second)]
-            self.model.set_attn_implementation(ATTENTION)
-        allowed = _TOLERANCE.get(decoder.dtype)
+            positions = self._positions(sites, longest)
+            sequences = [self._tokens(longest), self._tokens(7), self._repeated(6)]
+            error = self._compared(decoder, sequences)
+            before = experts_of(self.model)
+            fit, experts = find_fit(decoder)
+            decoder = decoder.fitted(fit, experts=experts)
+            if fit.breaks or experts_of(self.model) != before:
+                error = self._compared(decoder, sequences)
+            self._compare_far(decoder, positions)
+            long = self._compare_long(decoder, longest=longest, positions=positions)
+            if (line := numbers_rows(decoder)) is not None:
+                # Steps up to that length were right, so what it makes of its numbers begins later, if at all.
+                begins = int(getattr(self.config, "floor_scale", None) or 0) - 1
+                positions = min(positions, max(long, begins))
+                _LOG.warning("sequences end at %d tokens: the model numbers the rows of a step at %s", positions, line)
+            against = moved(decoder, longest=long)
+            if against is not None:
+                fit = attrs.evolve(fit, prefill=fit.prefill or against, decode=fit.decode or against)
+                decoder = decoder.fitted(fit, experts=experts)
+        return Probed(decoder, positions, error)
+
+    def _compared(self, decoder: AdaptedDecoder, sequences: Sequence[torch.Tensor]) -> float:
+        """How far our logits are from the model's own; refused where they are too far."""
+        ours = torch.cat(Packed(decoder, sequences).logits())
+        expected = torch.cat([self._own(ids) for ids in sequences])
+        exact = decoder.dtype in _EXACT
         # In half precision a rounding may send a row to other experts: a quarter of the rows may be off. What a wrong window or a
         # leaking state changes is more than that.
-        share = 1.0 if allowed else 0.75
-        allowed = allowed or _COARSE
-        error = _difference(torch.cat(ours), torch.cat(expected), share=share)
+        error = _difference(ours, expected, share=1.0 if exact else 0.75)
+        allowed = _TOLERANCE if exact else _COARSE
+        if exact and _TOLERANCE < error <= _MOST:
+            # A deep recurrence multiplies the last bit: what lies as close as the model's own attentions do is no fault.
+            allowed = max(allowed, min(2 * self._spread(sequences, expected), _MOST))
         if not error <= allowed:
             raise _refusal(
                 self.model,
                 f"packed, chunked and decoded, its logits differ from its own {self.reference} attention by {error:.2g} of the "
                 f"largest; {allowed:.0e} is allowed",
             )
-        return Probed(decoder, self._positions(sites, longest), error)
+        return error
+
+    def _compare_far(self, decoder: AdaptedDecoder, positions: int) -> None:
+        """A sequence at the last positions beside one at the first: each must be what it is alone."""
+        near, far = self._tokens(9), self._tokens(8)
+        start = positions - len(far)
+        if start <= 0 or positions == _UNLIMITED:
+            return
+        at = torch.arange(start, positions, device=self.device)[None]
+        try:
+            expected = [self._own(near), self._own(far, position_ids=at)]
+        except TypeError:  # its positions cannot be chosen
+            return
+        ours = Packed(decoder, [near, far], starts=[0, start]).logits()
+        exact = decoder.dtype in _EXACT
+        error = _difference(torch.cat(ours), torch.cat(expected), share=1.0 if exact else 0.75)
+        if not error <= (_FAR if exact else _COARSE):
+            raise _refusal(
+                self.model,
+                f"beside a sequence at position {positions - 1} its logits differ by {error:.2g} of the largest",
+            )
+
+    def _compare_long(self, decoder: AdaptedDecoder, *, longest: int, positions: int) -> int:
+        """A sequence as long as time allows, up to the last position: what begins at a length shows. Returns the length.
+
+        A rounding may send a row to other experts, and the rows that look at it follow: what is compared is the middle of
+        every few rows.
+        """
+        weights = sum(parameter.numel() for parameter in self.model.parameters())
+        affordable = _WORK.get(self.device.type, _WORK["cpu"]) // (2 * weights)
+        tokens = min(positions, int(affordable), _LOGITS // int(self.config.vocab_size))
+        if tokens <= longest or positions == _UNLIMITED:
+            return longest
+        ids = self._tokens(tokens)
+        ours, expected = Packed(decoder, [ids]).logits(chunks=_CHUNKS)[0], self._own(ids)
+        rows = (ours - expected).abs().amax(-1) / expected.abs().max().clamp_min(1e-9)
+        error = max(float(some.median()) for some in rows.split(_SOME_ROWS))
+        if not error <= (_MOST if decoder.dtype in _EXACT else _COARSE):
+            raise _refusal(
+                self.model,
+                f"in a sequence of {tokens} tokens its logits differ from its own by {error:.2g} of the largest",
+            )
+        return tokens
+
+    def _own(self, ids: torch.Tensor, *, attention: str | None = None, **keywords: Any) -> torch.Tensor:
+        self.model.set_attn_implementation(attention or self.reference)
+        try:
+            logits: torch.Tensor = self.model(input_ids=ids[None], use_cache=False, **keywords).logits[0].float()
+        finally:
+            self.model.set_attn_implementation(ATTENTION)
+        return logits
+
+    def _spread(self, sequences: Sequence[torch.Tensor], expected: torch.Tensor) -> float:
+        """How far the model is from itself: with another attention of its own, and with the end of a sequence cut off."""
+        half = len(sequences[0]) // 2
+        found = [_difference(self._own(sequences[0][:half]), expected[:half], share=1.0)]
+        for name in {"eager", "sdpa"} - {self.reference}:
+            with contextlib.suppress(ValueError, RuntimeError):  # it has no such one
+                other = torch.cat([self._own(ids, attention=name) for ids in sequences])
+                found.append(_difference(other, expected, share=1.0))
+        return max(found)
+
+    def _repeated(self, count: int) -> torch.Tensor:
+        """One token again and again: a router sends all its rows to the same experts."""
+        return self._tokens(count)[:1].expand(count)
 
     def _tokens(self, count: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(count)
@@ -197,8 +300,14 @@ class _Probe:
         return max([2 * bound + 3 for bound in small], default=0) or 19
 
     def _positions(self, sites: Sequence[Site], longest: int) -> int:
+        tables = [
+            module.num_embeddings
+            for path, module in self.model.named_modules()
+            if isinstance(module, nn.Embedding) and "pos" in path.rpartition(".")[2]
+        ]
+        limit = min([position_limit(self.config), *tables])
         untested = [bound for bound in (*self._bounds(sites), *self._unread()) if bound >= longest]
-        return min([position_limit(self.config), *untested])
+        return min([limit, *untested])
 
     def _unread(self) -> list[int]:
         """Lengths in the configuration at which a model may begin to do something else that nothing here has read."""
@@ -219,78 +328,7 @@ class _Probe:
             for one in kinds
             if one.get("rope_type") == "longrope"
         ]
-        return windows + [int(length) for length in long if length]
-
-    def _ours(self, decoder: AdaptedDecoder, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Logits of all tokens: two prompts in one batch, each in two chunks, and the last token of each decoded."""
-        site = decoder.sites[0]
-        shape = AttentionShape(site.heads, site.kv_heads, site.head_dim, _BLOCK, decoder.dtype, self.device)
-        attention = TorchAttention(shape, reason="the probe")
-        blocks = [-(-len(ids) // _BLOCK) for ids in sequences]
-        starts = np.cumsum([1, *blocks])
-        tables = [np.arange(start, start + count, dtype=np.int32) for start, count in zip(starts, blocks, strict=False)]
-        caches: list[KVLayer] = [
-            tuple(
-                torch.zeros(int(starts[-1]), _BLOCK, s.kv_heads, dim, dtype=decoder.dtype, device=self.device)
-                for dim in (s.head_dim, s.value_dim)
-            )  # type: ignore[misc]
-            for s in decoder.sites
-        ]
-        logits: list[list[torch.Tensor]] = [[] for _ in sequences]
-        cuts = [(0, len(ids) // 2, len(ids) - 1, len(ids)) for ids in sequences]
-        for part in range(3):
-            spans = [(cut[part], cut[part + 1]) for cut in cuts]
-            rows = torch.cat([ids[low:high] for ids, (low, high) in zip(sequences, spans, strict=True)])
-            places = [np.arange(low, high) for low, high in spans]
-            slots = np.concatenate([t[p // _BLOCK] * _BLOCK + p % _BLOCK for t, p in zip(tables, places, strict=True)])
-            layout = BatchLayout(
-                np.array([high - low for low, high in spans], dtype=np.int32),
-                np.array([low for low, _ in spans], dtype=np.int32),
-                tables,
-            )
-            batch = attention.plan_prefill(layout)
-            attend = self._attend(attention, decoder, layout, batch=batch, decodes=part == 2)
-            with eager_step({"batch": batch}, valid_rows=len(rows), padded_rows=len(rows)):
-                hidden = decoder(
-                    decoder.embed(rows),
-                    positions=torch.from_numpy(np.concatenate(places)).to(self.device),
-                    slots=torch.from_numpy(slots.astype(np.int64)).to(self.device),
-                    kv=caches,
-                    attend=attend,
-                )
-            split = decoder.logits(hidden).split([high - low for low, high in spans])
-            for found, new in zip(logits, split, strict=True):
-                found.append(new)
-        return [torch.cat(parts) for parts in logits]
-
-    def _attend(
-        self,
-        attention: TorchAttention,
-        decoder: AdaptedDecoder,
-        layout: BatchLayout,
-        *,
-        batch: TorchBatch,
-        decodes: bool,
-    ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-        if decodes:
-            widest = max(len(table) for table in layout.block_tables)
-            state = attention.decode_state(batch_size=len(layout.block_tables), max_context=widest * _BLOCK)
-            padded = np.zeros((len(layout.block_tables), widest), dtype=np.int32)
-            for row, table in enumerate(layout.block_tables):
-                padded[row, : len(table)] = table
-            tables, lens = (torch.from_numpy(a).to(self.device) for a in (padded, layout.seq_lens))
-
-            def decode(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-                return attention.decode(q, k, v, state, tables, lens, decoder.sites[index].variant)
-
-            return decode
-
-        def prefill(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            out = q.new_empty(*q.shape[:2], v.shape[-1])
-            attention.prefill(q, k, v, out, batch, decoder.sites[index].variant)
-            return out
-
-        return prefill
+        return windows + rope_lengths(self.model) + [int(length) for length in long if length]
 
 
 def _difference(ours: torch.Tensor, expected: torch.Tensor, *, share: float) -> float:

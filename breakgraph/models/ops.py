@@ -147,7 +147,9 @@ class FlashInferOps:
     def append(self, k: torch.Tensor, v: torch.Tensor, cache: KVLayer, places: Places) -> None:
         """See `Ops`. One kernel for both; head dimensions that it does not have, and unlike caches, take two of torch."""
         slots, positions, requests, pages = places
-        if k.shape[-1] not in _APPENDED or k.shape != v.shape or cache[0].stride() != cache[1].stride() or not len(k):
+        if not len(k):
+            return  # a kernel without blocks cannot be launched
+        if k.shape[-1] not in _APPENDED or k.shape != v.shape or cache[0].stride() != cache[1].stride():
             _copy(k, v, cache, slots)
             return
         # The last two are where each request's pages begin and how full its last page is, which is not read.

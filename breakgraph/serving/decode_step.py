@@ -154,8 +154,9 @@ class DecodeStep:
 
     def capture(self) -> None:
         """Captures all keys. The cache must be empty: the blocks of future requests are written."""
-        with self.runner.capture_window():
-            self.runner.capture()
+        if self._state.decoder.eager_decode is None:
+            with self.runner.capture_window():
+                self.runner.capture()
         self._written.written = None
 
     def launch(self, batch: DecodeBatch) -> PendingTokens:
@@ -178,7 +179,12 @@ class DecodeStep:
         )
         key = GraphKey(len(requests), is_all_greedy_sample=live.greedy, extra=((_CONTEXT, live.context),))
         columns = {} if live.greedy else sampling_columns(requests)
-        prepared = self.runner.prepare(self._inputs(rows, live=live, columns=columns), key=key, live={"step": live})
+        prepared = self.runner.prepare(
+            self._inputs(rows, live=live, columns=columns),
+            key=key,
+            live={"step": live},
+            opt_out=self._state.decoder.eager_decode,
+        )
         return PendingTokens(self.runner.launch(prepared).output)
 
     def _forward(

@@ -78,7 +78,7 @@ class PrefillStep:
             verify=config.verify,
             measure=config.measure,
             memory_budget=config.graph_budget,
-            expect_breaks={} if captured else {"attention": len(state.decoder.variants)},
+            expect_breaks={**({} if captured else {"attention": len(state.decoder.variants)}), **state.decoder.breaks},
             plan=None if self._captured is None else self._captured.plan,
             progress=progress,
             enabled=config.graphs is Graphs.ON,
@@ -86,6 +86,8 @@ class PrefillStep:
 
     def capture(self) -> None:
         """Captures all buckets. The cache must be empty: the blocks of future requests are written."""
+        if self._state.decoder.eager_prefill is not None:
+            return
         with self.runner.capture_window():
             self.runner.capture()
 
@@ -132,7 +134,7 @@ class PrefillStep:
             },
             size=len(ids),
             live=self.live(layout),
-            opt_out=self._too_many(len(chunks)),
+            opt_out=state.decoder.eager_prefill or self._too_many(len(chunks)),
         )
         hidden: torch.Tensor = self.runner.launch(prepared).output
         ends = np.cumsum([c.count for c in chunks], dtype=np.int64)

@@ -76,6 +76,9 @@ def build_engine(
     _LOG.info("attention: %s (%s), of prefills: %s", attention.kind, attention.reason, config.placement.value)
     if decoder.experts is not None:
         _LOG.info("experts: %s (%s)", decoder.experts.kind, decoder.experts.reason)
+    for phase, against in (("prefill", decoder.eager_prefill), ("decode", decoder.eager_decode)):
+        if against is not None:
+            _LOG.warning("%s steps run eagerly, correct and slow: %s", phase, against)
     # More blocks than all requests at their full length, the null block and that of the padding request would never be used.
     most = config.max_batch_size * blocks_for(limit, block_size=config.block_size) + 2
     sizes_for = partial(
