@@ -344,6 +344,15 @@ def planner() -> str:
     )
 
 
+def _fast() -> dict[str, Any]:
+    """Rows by shape, from the files of two runs."""
+    return {
+        shape: rows
+        for name in ("fast_path_h200.json", "fast_path_8B_h200.json")
+        for shape, rows in _read(name)["shapes"].items()
+    }
+
+
 _FAST = ("eager", "break", "captured", "captured part", "hf eager", "hf break", "hf captured")
 
 
@@ -353,7 +362,7 @@ def fast_path() -> str:
         ("model", "requests", "tokens", *_FAST),
         (
             (shape, row["requests"], row["tokens"], *(f"{row[name]['single_ms']:.2f}" for name in _FAST))
-            for shape, rows in _read("fast_path_h200.json")["shapes"].items()
+            for shape, rows in _fast().items()
             for row in rows
         ),
     )
@@ -373,7 +382,7 @@ def fast_path_periods() -> str:
                 f"{row['captured']['period_ms'] / row['captured part']['period_ms']:.3f}",
                 *(f"{row[name]['host_ms']:.2f}" for name in ("break", "captured")),
             )
-            for shape, rows in _read("fast_path_h200.json")["shapes"].items()
+            for shape, rows in _fast().items()
             for row in rows
         ),
     )
