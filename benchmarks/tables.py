@@ -392,11 +392,11 @@ def transformers_models() -> str:
     """What becomes of each model type of transformers."""
     groups: dict[tuple[str, str], list[str]] = {}
     for kind, row in _read("transformers_models.json")["models"].items():
-        reason = re.sub(r"\b\d+(\.\d+)? (of the largest|for \d+)", r"... \2", row.get("reason", ""))
+        reason = re.sub(r"\b\d+(\.\d+)? (for \d+)", r"... \2", row.get("reason", ""))
         reason = re.sub(r"\d+ attention calls for \d+ layers", "fewer attention calls than layers", reason)
-        reason = re.sub(r"by [\d.e+-]+", "by far", reason)
+        reason = re.sub(r"by [\d.e+-]+( of the largest.*)?", "by too much", reason)
         reason = re.sub(r"\b\w+(Attention|Residual)\b", "its attention", reason)
-        groups.setdefault((row["outcome"], reason.split("; ")[0][:120]), []).append(kind)
+        groups.setdefault((row["outcome"], reason.split("; ")[0].rstrip(".")[:160]), []).append(kind)
     order = {"served": 0, "right, but eager": 1, "refused": 2, "not made": 3}
     ranked = sorted(groups.items(), key=lambda item: (order.get(item[0][0], -1), -len(item[1])))
     return _table(

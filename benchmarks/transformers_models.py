@@ -4,7 +4,7 @@
 
 Each type is adapted, which compares packed, chunked and decoded logits with the model's own attention; one that passes then
 answers two prompts through the engine on the emulated backend, where every prefill and decode step must be a replay and
-every token the model's own choice. About 2 s a type.
+every token the model's own choice. About 4 s a type.
 """
 
 from __future__ import annotations

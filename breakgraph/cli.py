@@ -180,17 +180,22 @@ def _run(job: OnePrompt, *, stats: bool) -> None:
     with _progress_bars() as progress:
         job.progress = progress
         pieces = job.start()
+    reason = None
     try:
         for piece in pieces:
             _write(piece.text)
+            reason = piece.finish_reason
     finally:
         # An interrupted answer keeps its text; the shell's prompt belongs on a line of its own.
         _write("\n")
     if job.llm is not None:
         statistics = job.llm.statistics
         _say(statistics.summary())
+        if reason is not None and (cut := job.cut_off(reason, tokens=statistics.generated_tokens)) is not None:
+            _say(f"breakgraph: {cut}")
         if stats:
-            _write(json.dumps(statistics.as_dict()) + "\n")
+            ended = None if reason is None else reason.value
+            _write(json.dumps({**statistics.as_dict(), "finish_reason": ended}) + "\n")
 
 
 def _write(text: str) -> None:

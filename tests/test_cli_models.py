@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from benchmarks import tables
 from benchmarks.small_transformers import small_model
 from breakgraph.cli import app
+from breakgraph.models import huggingface_probe
 from breakgraph.models.config import SUPPORTED_MODEL_TYPES
 from breakgraph.models.families import ADAPTED, Families, Family, families
 from tests.tiny_models import save_byte_tokenizer, tiny_hf
@@ -107,15 +108,21 @@ def test_an_adapted_folder_without_tokenizer_or_weights(neox: Path, tmp_path: Pa
     shutil.copytree(neox, tmp_path / "m", ignore=shutil.ignore_patterns("tokenizer*", "*.safetensors"))
     assert "has no tokenizer" in _refused("--model", tmp_path / "m")[0]
     save_byte_tokenizer(tmp_path / "m")
-    assert "is no causal language model that transformers can load" in _refused("--model", tmp_path / "m")[0]
+    assert "transformers could not load" in _refused("--model", tmp_path / "m")[0]
 
 
-def test_the_probes_bound_ends_answers_and_refuses_longer_prompts(tmp_path: Path) -> None:
-    """What the probe cannot go past is known after loading: answers end there, and a longer prompt is refused."""
+def test_the_probes_bound_ends_answers_and_refuses_longer_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the probe cannot go past is known after loading: answers end there, which is said, and a longer prompt is refused."""
+    monkeypatch.setitem(huggingface_probe._WORK, "cpu", 0.0)  # as for a large model
     _saved("cohere2", tmp_path, sliding_window=100)
     arguments = ("--model", tmp_path, "--device", "cpu", "--max-tokens", 200, "--eager", "--stats")
-    stats = json.loads(_run("generate", "x" * 80, *arguments).stdout.splitlines()[-1])
+    result = _run("generate", "x" * 80, *arguments)
+    stats = json.loads(result.stdout.splitlines()[-1])
     assert stats["prompt_tokens"] + stats["generated_tokens"] == 100
+    assert stats["finish_reason"] == "length"
+    assert "the answer is cut off: prompt and answer have 100 tokens" in result.stderr
     result = _run("generate", "x" * 150, *arguments)
     assert result.exit_code == 2
     assert "tokens; at most 99 fit" in result.stderr

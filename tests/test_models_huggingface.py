@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.small_transformers import OPTIONS, small_model
 from breakgraph.errors import ConfigError
+from breakgraph.models import huggingface_probe
 from breakgraph.models.huggingface_load import load_transformers
 from breakgraph.models.huggingface_probe import adapt
 from breakgraph.serving import LLM, SamplingParams
@@ -87,7 +88,7 @@ def test_a_model_that_would_give_other_numbers_is_refused(kind: str, reason: str
         assert torch.isfinite(model(input_ids=torch.tensor([[5, 6, 7]]), use_cache=False).logits).all()
 
 
-def test_what_a_layer_does_comes_from_its_calls_and_its_configuration() -> None:
+def test_what_a_layer_does_comes_from_its_calls_and_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows, soft caps, sinks and chunks are those of each layer, and bound the positions where they were not gone past."""
     variants = adapt(small_model("gemma2")).decoder.variants
     assert [variant.window for variant in variants] == [8, None, 8, None]
@@ -96,7 +97,9 @@ def test_what_a_layer_does_comes_from_its_calls_and_its_configuration() -> None:
     chunked = adapt(small_model("llama4_text"))
     assert {variant.chunk for variant in chunked.decoder.variants} == {8, None}
     assert chunked.max_positions == 256
-    assert adapt(small_model("mistral", sliding_window=200)).max_positions == 200
+    assert adapt(small_model("mistral", sliding_window=100)).max_positions == 256
+    monkeypatch.setitem(huggingface_probe._WORK, "cpu", 0.0)  # as for a large model
+    assert adapt(small_model("mistral", sliding_window=100)).max_positions == 100
 
 
 def test_lengths_that_nothing_reads_bound_the_sequences() -> None:
@@ -176,8 +179,43 @@ def test_a_folder_of_transformers_is_loaded(tmp_path: Any) -> None:
     assert tokens[0] == tokens[1] == tokens[2]
     with pytest.raises(ConfigError, match="got a Linear; expected a causal language model"):
         load_transformers(torch.nn.Linear(1, 1))
-    with pytest.raises(ConfigError, match="is no causal language model that transformers can load"):
+    with pytest.raises(ConfigError, match="transformers could not load|There is no folder"):
         load_transformers(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": "/nothing"}, "There is no folder"),
+        ({"model": "llama", "device": "cuda:77"}, "device= or dtype="),
+        ({"model": "llama", "dtype": torch.float16}, "device= or dtype="),
+        ({"model": "llama", "tokenizer": "gpt2"}, "tokenizer is 'gpt2'"),
+        (
+            {"model": "llama in training"},
+            "is in training mode.\nIt would run without an error and write wrong text.\nCall eval()",
+        ),
+        ({"model": "llama without head"}, "has no language model head"),
+    ],
+)
+def test_wrong_arguments_are_told_apart(arguments: dict[str, Any], message: str) -> None:
+    """Each mistake is named, and what to do is about that mistake."""
+    made = {
+        "llama": lambda: small_model("llama"),
+        "llama in training": lambda: small_model("llama").train(),
+        "llama without head": lambda: small_model("llama").model,
+    }
+    kind = str(arguments.pop("model"))
+    with pytest.raises(ConfigError) as caught:
+        load_transformers(made[kind]() if kind in made else kind, **arguments)
+    assert message in str(caught.value)
+
+
+def test_a_folder_cannot_go_to_a_device_that_is_not_there(tmp_path: Any) -> None:
+    """A misspelt device, and one that torch has not: a ConfigError, not torch's own."""
+    small_model("llama").save_pretrained(tmp_path)
+    for device in ("gpu", "cuda:77"):
+        with pytest.raises(ConfigError, match=f"device is '{device}'"):
+            load_transformers(tmp_path, device=device)
 
 
 REAL_HEADS = {

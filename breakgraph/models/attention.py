@@ -275,7 +275,7 @@ def make_attention(
         raise ConfigError(
             f"FlashInfer attention cannot be used: {refusal}.",
             why="It was asked for by name, and another kernel gives other rounding and other speed.",
-            fix='Use kind="auto" or kind="torch", or change what the message names.',
+            fix='Use "auto" or "torch", or change what the message names.',
         )
     return TorchAttention(shape, reason=refusal)
 

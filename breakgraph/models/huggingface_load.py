@@ -27,7 +27,7 @@ _LOG = logging.getLogger(__name__)
 def load_transformers(
     model: Any,
     *,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     tokenizer: Any = None,
     progress: Progress | None = None,
@@ -38,9 +38,9 @@ def load_transformers(
     attention goes through transformers' attention interface.
 
     Args:
-        model: A `PreTrainedModel` with a language model head, which is used as it is, where it is; or the path of a folder
-            of transformers.
-        device: Where the weights of a folder go.
+        model: A `PreTrainedModel` with a language model head, whose code and weights are used where they are. It is taken over:
+            its attention is ours until `model.set_attn_implementation("sdpa")`. Or the path of a folder of transformers.
+        device: Where the weights of a folder go; None: the CPU. A model that is an object stays where it is.
         dtype: What the weights of a folder are held in; None takes bfloat16 on CUDA and float32 elsewhere.
         tokenizer: For a model that was given as an object; None: prompts are token ids.
         progress: Called as `progress("loading weights", done, 1)` before and after the weights of a folder are read.
@@ -55,10 +55,24 @@ def load_transformers(
     source = type(model).__name__
     if isinstance(model, str | Path):
         folder, source = Path(model), str(model)
-        model = _from_folder(folder, device=torch.device(device), dtype=dtype, progress=progress)
+        model = _from_folder(folder, device=_device(device or "cpu"), dtype=dtype, progress=progress)
         tokenizer = read_tokenizer(folder) if tokenizer is None else tokenizer
         generation = GenerationDefaults.from_folder(folder, config=model.config, tokenizer=tokenizer)
-    if not isinstance(model, torch.nn.Module) or not callable(getattr(type(model), "get_decoder", None)):
+    elif device is not None or dtype is not None:
+        raise ConfigError(
+            "load_transformers() got a model and a device= or dtype= for it.",
+            why="They are for the weights of a folder; a model is used where it is and as it is.",
+            fix="Leave them out, after model.to(device, dtype).",
+        )
+    if tokenizer is not None and not callable(tokenizer):
+        raise ConfigError(
+            f"tokenizer is {tokenizer!r:.80}; expected a tokenizer of transformers or None.",
+            why="It turns prompts into tokens.",
+            fix="Pass AutoTokenizer.from_pretrained(...), or leave it out to use token ids.",
+        )
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel) or not callable(getattr(type(model), "get_decoder", None)):
         raise ConfigError(
             f"load_transformers() got a {type(model).__name__}; expected a causal language model of transformers, or its folder.",
             why="Its body is run over a paged cache, and its head makes the logits.",
@@ -73,6 +87,12 @@ def load_transformers(
 def _from_folder(folder: Path, *, device: torch.device, dtype: torch.dtype | None, progress: Progress | None) -> Any:
     from transformers import AutoModelForCausalLM
 
+    if not folder.is_dir():
+        raise ConfigError(
+            f"There is no folder {folder}.",
+            why="A model of transformers is a folder with config.json and weights.",
+            fix="Correct the path, or fetch one first: hf download NAME --local-dir FOLDER",
+        )
     if progress is not None:
         progress("loading weights", 0, 1)
     try:
@@ -90,15 +110,29 @@ def _from_folder(folder: Path, *, device: torch.device, dtype: torch.dtype | Non
         raise  # says nothing of the model
     except Exception as error:  # transformers validates with errors of several libraries
         raise ConfigError(
-            f"{folder} is no causal language model that transformers can load: {one_line(error)}",
-            why="The model's own code is used, so transformers must know it.",
-            fix="Check the folder, or use a newer transformers.",
+            f"transformers could not load {folder}: {one_line(error) or type(error).__name__}",
+            why="The model's own code is used, and transformers' way to load it.",
+            fix="Do what the message says. A file that cannot be read is to be downloaded again; a type that is not known needs "
+            "a newer transformers.",
         ) from error
     _check_quantised(folder, model)
     _check_tensors(folder, found)
     if progress is not None:
         progress("loading weights", 1, 1)
     return model
+
+
+def _device(name: torch.device | str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"device is {str(name)!r}, and torch cannot use it: {one_line(error)}",
+            why="The weights would have nowhere to go.",
+            fix="Use cpu, or cuda where torch sees a CUDA device.",
+        ) from error
+    return device
 
 
 def _check_quantised(folder: Path, model: Any) -> None:
@@ -114,7 +148,7 @@ def _check_quantised(folder: Path, model: Any) -> None:
 
 def _check_tensors(folder: Path, found: Mapping[str, Iterable[Any]]) -> None:
     """What a checkpoint lacks transformers makes up, and what it has too much is left out, with no more than a warning."""
-    if misshapen := sorted(str(key[0]) for key in found["mismatched_keys"]):
+    if misshapen := sorted(f"{key[0]} {tuple(key[1])} for {tuple(key[2])}" for key in found["mismatched_keys"]):
         raise ConfigError(
             f"{folder}: {len(misshapen)} tensors are of another shape than config.json asks for: {some_names(misshapen)}.",
             why="The model is built from config.json.",

@@ -33,7 +33,7 @@ __all__ = ["Probed", "adapt", "position_limit"]
 _LOG = logging.getLogger(__name__)
 _LIMITS = ("max_position_embeddings", "max_target_positions")
 _UNLIMITED = 1 << 20  # positions, where nothing says how many there are
-_LONGEST = 96  # tokens of a probe: windows beyond are taken at their word, and sequences end at them
+_LONGEST = 96  # tokens that a sequence of the probe may always have
 _EXACT = (torch.float32, torch.float64)
 _TOLERANCE = 1e-5
 _MOST = 1e-4  # however far the model's own attentions are from each other
@@ -44,7 +44,8 @@ _COARSE = 5e-2  # of half precision
 _CARRIED = 10
 _CARRIED_MOST = 0.3
 _WORK = {"cpu": 5e10, "cuda": 1e14}  # floating point operations for which the long sequence is worth about a second
-_LOGITS = 1 << 27  # most logits at a time
+_LOGITS = {"cpu": 1 << 27, "cuda": 6 << 27}  # most logits at a time
+_SCORES = {"cpu": 1 << 25, "cuda": 1 << 29}  # most scores of one layer's attention at a time
 _SOME_ROWS = 8
 _CHUNKS = 8  # of the long sequence: the model sees many more rows at once than a step has
 
@@ -103,11 +104,11 @@ def position_limit(config: Any) -> int:
     return min(said, default=_UNLIMITED)
 
 
-def _refusal(model: Any, reason: str) -> ConfigError:
+def _refusal(model: Any, reason: str, *, fix: str | None = None) -> ConfigError:
     return ConfigError(
         f"{type(model).__name__} cannot be served through its own code: {reason}.",
         why="It would run without an error and write wrong text.",
-        fix="Use a model that `breakgraph models` lists as served, or transformers itself.",
+        fix=fix or "Use a model that `breakgraph models` lists with a decoder or the adapter, or transformers itself.",
     )
 
 
@@ -121,7 +122,13 @@ class _Probe:
     def run(self) -> Probed:
         """All tests, cheap ones first."""
         if training := [path for path, module in self.model.named_modules() if module.training]:
-            raise _refusal(self.model, f"{training[0] or 'it'} is in training mode")
+            raise _refusal(self.model, f"{training[0] or 'it'} is in training mode", fix="Call eval() on it first.")
+        if self.model.get_output_embeddings() is None:
+            raise _refusal(
+                self.model,
+                "it has no language model head",
+                fix="Load it with AutoModelForCausalLM.from_pretrained(...).",
+            )
         if getattr(self.config, "is_encoder_decoder", False):
             raise _refusal(self.model, "it has an encoder")
         with torch.no_grad():
@@ -130,7 +137,8 @@ class _Probe:
             if any(site.variant.softcap is not None or site.variant.sinks is not None for site in sites):
                 self.reference = "eager"  # the one that has them in every version of transformers
             decoder = AdaptedDecoder(self.model, sites=sites, fit=Fit(still=held_still(self.model)))
-            longest = self._longest(sites)
+            affordable = self._affordable(sites)
+            longest = self._longest(sites, affordable=affordable)
             positions = self._positions(sites, longest)
             sequences = [self._tokens(longest), self._tokens(7), self._repeated(6)]
             error = self._compared(decoder, sequences)
@@ -140,7 +148,7 @@ class _Probe:
             if fit.breaks or experts_of(self.model) != before:
                 error = self._compared(decoder, sequences)
             self._compare_far(decoder, positions)
-            long = self._compare_long(decoder, longest=longest, positions=positions, short=error)
+            long = self._compare_long(decoder, min(affordable, positions), longest=longest, short=error)
             if (line := numbers_rows(decoder)) is not None:
                 # Steps up to that length were right, so what it makes of its numbers begins later, if at all.
                 begins = int(getattr(self.config, "floor_scale", None) or 0) - 1
@@ -192,16 +200,20 @@ class _Probe:
                 f"beside a sequence at position {positions - 1} its logits differ by {error:.2g} of the largest",
             )
 
-    def _compare_long(self, decoder: AdaptedDecoder, *, longest: int, positions: int, short: float) -> int:
-        """A sequence as long as time allows, up to the last position: what begins at a length shows. Returns the length.
+    def _affordable(self, sites: Sequence[Site]) -> int:
+        """Tokens of a sequence that takes about a second, and not too much memory."""
+        kind = self.device.type if self.device.type in _WORK else "cpu"
+        operations = 2 * sum(parameter.numel() for parameter in self.model.parameters())
+        scores = math.isqrt(_SCORES[kind] // max(site.heads for site in sites))
+        return min(int(_WORK[kind] // operations), _LOGITS[kind] // int(self.config.vocab_size), scores)
+
+    def _compare_long(self, decoder: AdaptedDecoder, tokens: int, *, longest: int, short: float) -> int:
+        """A sequence as long as can be afforded, up to the last position: what begins at a length shows. Returns the length.
 
         A rounding may send a row to other experts, and the rows that look at it follow: what is compared is the middle of
         every few rows. `short` is the error of the short sequences.
         """
-        weights = sum(parameter.numel() for parameter in self.model.parameters())
-        affordable = _WORK.get(self.device.type, _WORK["cpu"]) // (2 * weights)
-        tokens = min(positions, int(affordable), _LOGITS // int(self.config.vocab_size))
-        if tokens <= longest or positions == _UNLIMITED:
+        if tokens <= longest or self._limit() == _UNLIMITED:  # nothing says where it ends: how long would be long?
             return longest
         ids = self._tokens(tokens)
         ours, expected = Packed(decoder, [ids]).logits(chunks=_CHUNKS)[0], self._own(ids)
@@ -299,20 +311,23 @@ class _Probe:
     def _bounds(self, sites: Sequence[Site]) -> list[int]:
         return [b for s in sites for b in (s.variant.window, s.variant.chunk) if b is not None]
 
-    def _longest(self, sites: Sequence[Site]) -> int:
-        """Tokens of the probe: past every window and chunk that fits, so that a wrong one shows."""
-        small = [bound for bound in self._bounds(sites) if 2 * bound + 3 <= _LONGEST]
+    def _longest(self, sites: Sequence[Site], *, affordable: int) -> int:
+        """Tokens of the probe: twice past every window and chunk that can be afforded, so that a wrong one shows."""
+        small = [bound for bound in self._bounds(sites) if 2 * bound + 3 <= max(_LONGEST, affordable)]
         return max([2 * bound + 3 for bound in small], default=0) or 19
 
-    def _positions(self, sites: Sequence[Site], longest: int) -> int:
+    def _limit(self) -> int:
+        """Positions that the model has."""
         tables = [
             module.num_embeddings
             for path, module in self.model.named_modules()
             if isinstance(module, nn.Embedding) and "pos" in path.rpartition(".")[2]
         ]
-        limit = min([position_limit(self.config), *tables])
+        return min([position_limit(self.config), *tables])
+
+    def _positions(self, sites: Sequence[Site], longest: int) -> int:
         untested = [bound for bound in (*self._bounds(sites), *self._unread()) if bound >= longest]
-        return min([limit, *untested])
+        return min([self._limit(), *untested])
 
     def _unread(self) -> list[int]:
         """Lengths in the configuration at which a model may begin to do something else that nothing here has read."""

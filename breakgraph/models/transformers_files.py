@@ -53,9 +53,9 @@ def check_causal(config: Any) -> None:
         ConfigError: It is none.
     """
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # with what was registered
         raise ConfigError(
             f"Model type {config.model_type!r} has no causal language model in transformers {transformers.__version__}.",
             why="An answer is written token by token, each from those before it.",

@@ -113,7 +113,7 @@ class OpenedModel:
             raise ConfigError(
                 f"{self.served.model_type}: sequences of {positions} tokens were asked for; the adapter serves up to "
                 f"{loaded.max_positions}.",
-                why="Beyond, the model ends, or has a window that the probe could not go past.",
+                why="Beyond, the model ends, or has a window or rotary embeddings that the probe could not go past.",
                 fix=f"Serve at most {loaded.max_positions} tokens a sequence (max_seq_len={loaded.max_positions}).",
             )
         return attrs.evolve(

@@ -16,7 +16,7 @@ from breakgraph.models.weights import OpenedModel, open_model
 from breakgraph.serving.config import EngineConfig, Graphs, SamplingPaths, token_limit
 from breakgraph.serving.llm import LLM, Progress
 from breakgraph.serving.prompts import encode, has_chat_template
-from breakgraph.serving.requests import Chunk, SamplingParams
+from breakgraph.serving.requests import Chunk, FinishReason, SamplingParams
 from breakgraph.serving.scheduler import check_prompt
 from breakgraph.serving.startup import choose_device
 
@@ -119,6 +119,23 @@ class OnePrompt:
         self.llm = self._sized(model, prompt_tokens=len(ids), params=params)
         self.llm.start()
         return self.llm.stream(ids, params)
+
+    def cut_off(self, reason: FinishReason, *, tokens: int) -> str | None:
+        """Why an answer is shorter than was asked for, though the model had not ended it; None where it is not.
+
+        Args:
+            reason: Why the answer ended.
+            tokens: Its tokens.
+        """
+        if reason is not FinishReason.LENGTH or tokens >= self.choices.max_tokens or self.llm is None:
+            return None
+        model = self.llm.model
+        whole = model.config.max_positions
+        way_out = "" if model.max_positions >= whole or self.via is Via.ADAPTER else "; --via adapter may go on"
+        return (
+            f"the answer is cut off: prompt and answer have {model.max_positions} tokens, the most that is served here of the "
+            f"model's {whole}{way_out}."
+        )
 
     def _tokens(self, opened: OpenedModel) -> list[int]:
         """The prompt's tokens, known to fit, before the weights are read."""
