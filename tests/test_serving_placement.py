@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from breakgraph.errors import ConfigError, InternalError
+from breakgraph.errors import ConfigError, InternalError, LiveDataError, MovedBufferError
 from breakgraph.models.attention import (
     AttentionShape,
     AttentionVariant,
@@ -137,6 +137,110 @@ def test_a_step_takes_no_more_requests_than_its_graph_has_room_for(model: Loaded
     )
     assert not result.replayed
     assert torch.isfinite(result.output).all()
+
+
+def test_more_requests_than_there_is_room_for_never_replay(model: LoadedModel) -> None:
+    """Given to the runner directly, 65 requests are refused by its gate and right; no opt_out is needed."""
+    options = {**OPTIONS, "max_batch_size": 100, "max_num_tokens": 128, "prefill_sizes": [128], "contexts": []}
+    captured, plain = (LLM(model, placement=placement, **options).engine.prefill for placement in ("captured", "break"))
+    layout, _ = _layout([(1, 0)] * 65, block_size=4)
+    inputs = _inputs(layout)
+    results = [step.runner.run(inputs, size=65, live=step.live(layout)) for step in (captured, plain)]
+    assert [result.replayed for result in results] == [False, True]
+    assert captured.runner.statistics.eager == {"requests": 1}
+    torch.testing.assert_close(results[0].output, results[1].output, rtol=1e-4, atol=1e-5)
+
+
+def _inputs(layout: BatchLayout, *, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Rows of fresh prompts, for a model of 32 channels and blocks of 4."""
+    rows = layout.query_lens.tolist()
+    slots = [
+        4 * int(table[at // 4]) + at % 4
+        for table, count in zip(layout.block_tables, rows, strict=True)
+        for at in range(count)
+    ]
+    return {
+        "hidden": torch.randn(sum(rows), 32, generator=torch.Generator().manual_seed(seed)),
+        "positions": torch.tensor([at for count in rows for at in range(count)]),
+        "slots": torch.tensor(slots),
+    }
+
+
+@pytest.mark.parametrize("case", ["two replays", "suspended", "eager of a bucket's size"])
+def test_a_step_keeps_its_plan_when_another_is_prepared_before_it_is_launched(model: LoadedModel, case: str) -> None:
+    """FAULT-P7: A is prepared, then B of the same bucket, then both are launched: each computes its own rows."""
+    llm = LLM(model, placement="captured", **OPTIONS)
+    step = llm.engine.prefill
+    layouts = [_layout([(16, 0)], block_size=4)[0], _layout([(7, 0), (9, 0)], block_size=4)[0]]
+    inputs = [_inputs(layout, seed=number) for number, layout in enumerate(layouts)]
+    alone = [
+        step.runner.run(each, size=16, live=step.live(layout)).output.clone()
+        for each, layout in zip(inputs, layouts, strict=True)
+    ]
+
+    def prepare(number: int, **options: Any) -> Any:
+        return step.runner.prepare(inputs[number], size=16, live=step.live(layouts[number]), **options)
+
+    first, second = prepare(0, opt_out="test" if case.startswith("eager") else None), prepare(1)
+    if case == "suspended":
+        with step.runner.suspend():
+            got = [step.runner.launch(first).output.clone()]
+    else:
+        got = [step.runner.launch(first).output.clone()]
+    got.append(step.runner.launch(second).output.clone())
+    for result, expected in zip(got, alone, strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_layouts_that_do_not_fit_themselves_are_refused(device: torch.device) -> None:
+    """Short tables, fewer contexts than lengths, negative contexts: an error in both placements, no row over the null block."""
+    attention = TorchAttention(AttentionShape(4, 2, 8, 4, torch.float32, device), reason="test")
+    state = attention.prefill_state(rows=16, requests=4, max_context=32)
+
+    def array(*values: int) -> Any:
+        return np.array(values, dtype=np.int32)
+
+    wrong = [
+        BatchLayout(array(5), array(0), [array(1)]),
+        BatchLayout(array(1), array(8), [array(1, 2)]),
+        BatchLayout(array(2, 2), array(0), [array(1), array(2)]),
+        BatchLayout(array(2, 2), array(0, 0), [array(1)]),
+        BatchLayout(array(2), array(-1), [array(1)]),
+    ]
+    for layout in wrong:
+        for plan in (attention.plan_prefill, lambda one: attention.plan_captured(state, one)):
+            with pytest.raises(LiveDataError, match="no table names|room for"):
+                plan(layout)
+
+
+def test_a_module_in_training_is_refused_at_the_start() -> None:
+    """Somebody calls train() after the model was loaded: dropout would be drawn once and repeated; start refuses it."""
+    model = tiny_model()
+    model.decoder.train()
+    with pytest.raises(ConfigError, match="in training mode"):
+        LLM(model, **OPTIONS).start()
+    model.decoder.eval()
+    LLM(model, **OPTIONS).start()
+
+
+def test_autocast_around_the_engine_changes_nothing(model: LoadedModel) -> None:
+    """Started and asked inside autocast: the dtype of the weights is used, all steps are replays, and the tokens are the same."""
+    expected = LLM(model, **OPTIONS).generate(PROMPTS, SamplingParams(max_tokens=6))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        llm = LLM(model, **OPTIONS)
+        got = llm.generate(PROMPTS, SamplingParams(max_tokens=6))
+    assert [one.token_ids for one in got] == [one.token_ids for one in expected]
+    assert (llm.statistics.eager, llm.statistics.dropped) == ({}, {})
+
+
+def test_replaced_weights_are_named_where_that_was_asked_for() -> None:
+    """FAULT-L6: check_addresses="always": a parameter that is replaced after the start is an error with its name."""
+    model = tiny_model()
+    llm = LLM(model, check_addresses="always", **OPTIONS)
+    llm.generate(PROMPTS[:1], SamplingParams(max_tokens=2))
+    model.decoder.norm = torch.nn.Parameter(model.decoder.norm.detach().clone(), requires_grad=False)
+    with pytest.raises(MovedBufferError, match="norm"):
+        llm.generate(PROMPTS[:1], SamplingParams(max_tokens=2))
 
 
 def test_the_default_is_what_was_measured(model: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,7 @@ from breakgraph.errors import LiveDataError
 from breakgraph.models.attention import (
     PLAIN,
     Attention,
+    AttentionShape,
     AttentionVariant,
     BatchLayout,
     DecodeState,
@@ -110,6 +111,7 @@ class TorchAttention(Attention):
 
     def plan_prefill(self, layout: BatchLayout) -> TorchBatch:
         """See `Attention`. Copies every block table to the device; masks only for prompts that continue."""
+        _check_tables(layout, self.shape)
         requests = []
         start = 0
         for rows, length, table in zip(layout.query_lens, layout.seq_lens, layout.block_tables, strict=True):
@@ -176,6 +178,7 @@ class TorchAttention(Attention):
         """See `Attention`. Rows of padding see the first token of the null block."""
         assert isinstance(state, TorchPrefillState)
         _check_room(state, layout)
+        _check_tables(layout, self.shape)
         tables, lens = np.zeros(state.tables.shape, dtype=np.int32), np.ones(state.rows, dtype=np.int32)
         start = 0
         for rows, length, table in zip(layout.query_lens, layout.seq_lens, layout.block_tables, strict=True):
@@ -248,6 +251,23 @@ def _check_rows(q: torch.Tensor, rows: int) -> None:
             f"The attention received {q.shape[0]} rows; its batch describes {rows}.",
             why="Rows that the batch does not describe would keep what an earlier step left in the output.",
             fix="Pass valid_rows equal to the sum of query_lens of the layout that was planned.",
+        )
+
+
+def _check_tables(layout: BatchLayout, shape: AttentionShape) -> None:
+    """A table that ends early would have rows look at the null block, or at fewer tokens than there are."""
+    counts = (len(layout.query_lens), len(layout.context_lens), len(layout.block_tables))
+    short = counts[0] != counts[1] or counts[0] != counts[2]
+    if not short:
+        needed = [shape.blocks_for(int(length)) for length in layout.seq_lens]
+        short = any(len(table) < count for table, count in zip(layout.block_tables, needed, strict=True))
+    if short or (layout.context_lens < 0).any() or (layout.query_lens < 0).any():
+        raise LiveDataError(
+            f"The layout has {counts[0]} query lengths, {counts[1]} contexts and {counts[2]} tables of "
+            f"{[len(table) for table in layout.block_tables]} blocks of {shape.block_size}, for query lengths "
+            f"{layout.query_lens.tolist()} behind {layout.context_lens.tolist()} tokens.",
+            why="Rows would look at blocks that no table names.",
+            fix="Pass one length, one context of 0 or more, and one table that covers both, for each request.",
         )
 
 

@@ -175,7 +175,9 @@ class PrefillState:
         rows: As given.
         requests: As given.
         max_context: As given.
+        planned_for: The step whose plan it holds, for whoever plans; None before the first.
     """
 
     def __init__(self, rows: int, requests: int, max_context: int) -> None:
         self.rows, self.requests, self.max_context = rows, requests, max_context
+        self.planned_for: object = None

@@ -24,6 +24,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from breakgraph.errors import InternalError
 from breakgraph.models.attention_types import BatchLayout, Int32Array
 from breakgraph.models.flashinfer_packing import blocks_of, fill_pages
 
@@ -215,6 +216,8 @@ class Scheduler:
         Raises:
             LiveDataError: The tables hold fewer pages than the sequences need.
         """
+        if step.works > layout.works:
+            raise InternalError(f"a schedule of {step.works} works was to be written to a layout of {layout.works}")
         end, own_pages = layout.pages + step.pages, layout.pages + step.null_pages
         buffer[layout.pages : own_pages] = 0
         fill_pages(

@@ -13,7 +13,7 @@ import torch
 from breakgraph.buckets import Buckets
 from breakgraph.errors import ConfigError
 from breakgraph.models.attention_types import Placement
-from breakgraph.policy import Measure, Verify
+from breakgraph.policy import CheckAddresses, Measure, Verify
 from breakgraph.serving.kv_cache import blocks_for
 
 __all__ = [
@@ -145,6 +145,11 @@ def _measure(value: Measure | str) -> Measure:
     return _member(Measure, value, name="measure", why="It says when prefill buckets are timed against eager steps.")
 
 
+def _addresses(value: CheckAddresses | str) -> CheckAddresses:
+    why = "It says when weights are looked at that somebody may have replaced."
+    return _member(CheckAddresses, value, name="check_addresses", why=why)
+
+
 def _placement(value: Placement | str) -> Placement:
     return _member(Placement, value, name="placement", why="It says where the attention of prefills stands.")
 
@@ -180,6 +185,9 @@ class EngineConfig:
         placement: Where the attention of prefills stands: "break" (between the segments of a graph), "captured" (in the
             graph), or "auto", which is captured where that was measured to be faster: FlashInfer's FA3.
         verify: When a graph is compared with eager: "first" (before it may serve), "always" or "never".
+        check_addresses: When a graph looks whether weights and buffers are where they were at capture: "first" (before its first
+            replay), "always" (at each, 50 us for 300 tensors) or "never". Weights that are replaced, not overwritten, are a
+            MovedBufferError then.
         measure: When prefill buckets are timed, so that steps for which padding costs more than an eager step run
             eagerly: "cuda" (on a CUDA device), "always" or "never".
         graph_budget: Most bytes that the graphs of prefill, and those of decode, may take; graphs that do not fit are
@@ -203,6 +211,7 @@ class EngineConfig:
     attention: Literal["auto", "torch", "flashinfer"] = attrs.field(default="auto", validator=_attention)
     placement: Placement = attrs.field(default=Placement.AUTO, converter=_placement)
     verify: Verify = attrs.field(default=Verify.FIRST, converter=_verify)
+    check_addresses: CheckAddresses = attrs.field(default=CheckAddresses.FIRST, converter=_addresses)
     measure: Measure = attrs.field(default=Measure.CUDA, converter=_measure)
     graph_budget: int | None = attrs.field(
         default=None, validator=_at_least(1, optional=True, why="It is a number of bytes.")

@@ -137,6 +137,7 @@ class DecodeStep:
             modules=(state.decoder,),
             plan=self._plan,
             verify=config.verify,
+            check_addresses=config.check_addresses,
             memory_budget=config.graph_budget,
             progress=progress,
             enabled=config.graphs is Graphs.ON,

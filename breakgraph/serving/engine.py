@@ -11,7 +11,9 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import attrs
 import torch
@@ -119,11 +121,16 @@ class Engine:
         if self._graphs is Graphs.OFF:
             return
         begin = time.perf_counter()
-        with torch.no_grad():
+        with torch.no_grad(), self._weights_dtype():
             self.prefill.capture()
             self.decode.capture()
         self._counters.capture_seconds = time.perf_counter() - begin
         self._warn_of_dropped()
+
+    def _weights_dtype(self) -> AbstractContextManager[Any]:
+        """Leaves autocast: cache and graphs have the dtype of the weights, and a replay would not follow it anyway."""
+        kind = self.state.device.type
+        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
     def _warn_of_dropped(self) -> None:
         """Says once what start-up could not make graphs of; the runners go on without, and answers stay right."""
@@ -200,7 +207,7 @@ class Engine:
         batch = self._scheduler.schedule(drained=previous is None)
         launched: _InFlight | None = None
         if isinstance(batch, (PrefillBatch, DecodeBatch)):
-            with torch.no_grad():
+            with torch.no_grad(), self._weights_dtype():
                 launched = self._launch(batch)
             self._counters.launched(batch, seconds=time.perf_counter() - begin)
         elif previous is None and self._scheduler.has_unfinished:

@@ -7,7 +7,7 @@ before each replay; a step without a graph runs the same attention as an ordinar
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import attrs
@@ -75,6 +75,9 @@ class PrefillLive:
 class CapturedAttention:
     """The plans of prefills with captured attention: one state for each bucket.
 
+    Planned in `prepare`, while the device is busy with the step before. A step that is prepared before that one was launched
+    overwrites its plan, which is then made again at the launch.
+
     Args:
         attention: The attention.
         sizes: The engine's sizes.
@@ -97,7 +100,30 @@ class CapturedAttention:
         if step.state is None:
             step.batch = self._attention.plan_prefill(step.layout)
         else:
-            self._attention.plan_captured(step.state, step.layout)
+            _plan(self._attention, step, step.state)
+
+    def check(self, key: Hashable, live: Mapping[str, object]) -> str | None:
+        """Gate of the runner: why a step cannot use a graph.
+
+        Args:
+            key: Of the step.
+            live: With a `PrefillLive` under "batch".
+        """
+        step = live["batch"]
+        assert isinstance(step, PrefillLive)
+        requests = len(step.layout.query_lens)
+        if requests <= MOST_CAPTURED_REQUESTS:
+            return None
+        return f"{requests} requests; a graph with captured attention takes {MOST_CAPTURED_REQUESTS}"
+
+    def hold(self, key: PrefillKey, live: Mapping[str, Any]) -> None:
+        """Hook of the runner, before each replay: the bucket's plan is that of this step.
+
+        Args:
+            key: Of the graph.
+            live: With a planned `PrefillLive` under "batch".
+        """
+        _hold(self._attention, live["batch"])
 
     def _state(self, rows: int) -> PrefillState | None:
         if rows not in self._sizes.prefill.sizes:
@@ -108,6 +134,17 @@ class CapturedAttention:
                 rows=rows, requests=min(rows, MOST_CAPTURED_REQUESTS), max_context=self._sizes.max_seq_len
             )
         return state
+
+
+def _plan(attention: Attention, step: PrefillLive, state: PrefillState) -> None:
+    state.planned_for = None  # if planning raises, it is nobody's
+    attention.plan_captured(state, step.layout)
+    state.planned_for = step
+
+
+def _hold(attention: Attention, step: PrefillLive) -> None:
+    if step.state is not None and step.state.planned_for is not step:
+        _plan(attention, step, step.state)
 
 
 def break_attend(attention: Attention, decoder: Decoder, batch: object) -> Attend:
@@ -135,11 +172,12 @@ def captured_attend(attention: Attention, decoder: Decoder, step: PrefillLive) -
         decoder: The model, for its variants.
         step: Planned.
     """
+    if step.state is None and step.batch is None:
+        raise InternalError("a prefill step ran that was not planned.")
+    _hold(attention, step)  # of a capture it is: nothing is planned between
 
     def attend(call: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
         variant = decoder.variants[call]
-        if step.state is None and step.batch is None:
-            raise InternalError("a prefill step ran that was not planned.")
         if step.state is not None:
             return attention.prefill_captured(q, k_cache, v_cache, step.state, variant)
         out = q.new_empty(*q.shape[:2], v_cache.shape[-1])

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from breakgraph.capture_window import CaptureProgress
+from breakgraph.gates import Gate
 from breakgraph.graph_key import PrefillKey
 from breakgraph.models.attention import BatchLayout, KVLayer, Placement
 from breakgraph.prefill_runner import Example, PrefillRunner
@@ -80,6 +81,9 @@ class PrefillStep:
             memory_budget=config.graph_budget,
             expect_breaks={**({} if captured else {"attention": len(state.decoder.variants)}), **state.decoder.breaks},
             plan=None if self._captured is None else self._captured.plan,
+            hooks=() if self._captured is None else (self._captured.hold,),
+            gates=() if self._captured is None else (Gate("requests", self._captured.check),),
+            check_addresses=config.check_addresses,
             progress=progress,
             enabled=config.graphs is Graphs.ON,
         )
@@ -134,7 +138,7 @@ class PrefillStep:
             },
             size=len(ids),
             live=self.live(layout),
-            opt_out=state.decoder.eager_prefill or self._too_many(len(chunks)),
+            opt_out=state.decoder.eager_prefill,
         )
         hidden: torch.Tensor = self.runner.launch(prepared).output
         ends = np.cumsum([c.count for c in chunks], dtype=np.int64)
@@ -142,12 +146,6 @@ class PrefillStep:
         if not len(last_rows):
             return None
         return self._sample(hidden.index_select(0, upload(last_rows, device=device)), batch.sampled)
-
-    def _too_many(self, requests: int) -> str | None:
-        most = self.most_requests
-        if most is None or requests <= most:
-            return None
-        return f"{requests} requests; a graph with captured attention takes {most}"
 
     def _sample(self, hidden: torch.Tensor, requests: Sequence[Request]) -> PendingTokens:
         state = self._state

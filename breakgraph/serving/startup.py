@@ -67,6 +67,7 @@ def build_engine(
         ConfigError: Model, device and options do not fit together.
     """
     decoder, shape = model.decoder, model.config
+    _refuse_training(decoder)
     device = decoder.device
     limit = sequence_limit(config, max_positions=model.max_positions, device_type=device.type)
     shape.check_positions(limit)
@@ -108,6 +109,17 @@ def build_engine(
             last_token=torch.zeros(sizes.max_batch_size + 1, dtype=torch.int64, device=device),
         )
     return Engine(state, sizes=sizes, config=config, eos_token_ids=model.generation.eos_token_ids, progress=progress)
+
+
+def _refuse_training(decoder: Decoder) -> None:
+    """A module in training draws dropout, or counts: each replay would repeat what the capture drew."""
+    training = [path or type(decoder).__name__ for path, module in decoder.named_modules() if module.training]
+    if len(training) > 1 or (training and not decoder.training):
+        raise ConfigError(
+            f"{training[-1]} and {len(training) - 1} more modules of the model are in training mode.",
+            why="Dropout and statistics of training would be in the answers, each time others.",
+            fix="Call model.eval(), also after adding modules to it.",
+        )
 
 
 def make_attention_for(decoder: Decoder, *, config: EngineConfig) -> Attention:
