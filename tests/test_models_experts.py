@@ -167,6 +167,34 @@ def test_the_choice_has_a_reason() -> None:
 
 
 @pytest.mark.parametrize(
+    ("dtype", "hidden", "inner", "fits"),
+    [
+        (torch.float64, 48, 80, False),
+        (torch.float32, 44, 20, True),
+        (torch.float32, 48, 51, False),
+        (torch.bfloat16, 48, 24, True),
+        (torch.bfloat16, 48, 20, False),
+        (torch.float16, 44, 24, False),
+    ],
+)
+def test_a_cpu_groups_only_what_torch_can(dtype: torch.dtype, hidden: int, inner: int, fits: bool) -> None:
+    """Grouped on request in a dtype and widths that torch multiplies on a CPU; anything else is refused beforehand."""
+    experts = ExpertsConfig(4, 2, inner)
+    options: dict[str, Any] = {"hidden_size": hidden, "device": CPU, "dtype": dtype}
+    x, ends = torch.zeros(8, hidden, dtype=dtype), torch.tensor([2, 4, 6, 8], dtype=torch.int32)
+    gate_up, down = torch.zeros(4, 2 * inner, hidden, dtype=dtype), torch.zeros(4, hidden, inner, dtype=dtype)
+    if fits:
+        assert choose_experts(experts, **options, kind="grouped") == ExpertsChoice("grouped", "asked for")
+        gates = F.grouped_mm(x, gate_up.transpose(1, 2), offs=ends)
+        assert F.grouped_mm(gates[:, :inner].contiguous(), down.transpose(1, 2), offs=ends).shape == x.shape
+        return
+    with pytest.raises(ConfigError, match="experts cannot be grouped: (torch has no|the widths)") as caught:
+        choose_experts(experts, **options, kind="grouped")
+    assert len(str(caught.value).splitlines()) == 3
+    assert choose_experts(experts, **options).kind == "dense"
+
+
+@pytest.mark.parametrize(
     ("capability", "dtype", "hidden", "kind", "said"),
     [
         ((9, 0), torch.bfloat16, 48, "grouped", "bfloat16"),

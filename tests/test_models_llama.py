@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
 from breakgraph.errors import ConfigError
-from breakgraph.models.config import DecoderConfig, RopeConfig
+from breakgraph.models.config import SUPPORTED_MODEL_TYPES, DecoderConfig, RopeConfig
 from breakgraph.models.llama import LlamaDecoder
 from breakgraph.models.ops import TorchOps
 from breakgraph.models.rope import inverse_frequencies, rope_table
@@ -22,6 +23,9 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((family, {}) for family in FAMILIES),
     ("llama", {"attention_bias": True}),
     ("qwen3", {"attention_bias": True}),
+    ("mistral", {"attention_bias": True, "mlp_bias": True}),
+    ("mixtral", {"attention_bias": True, "mlp_bias": True}),
+    ("qwen2", {"attention_bias": True}),
     ("llama", {"tie_word_embeddings": True}),
     ("llama", {"num_key_value_heads": 6}),
     ("llama", {"rope_parameters": LLAMA3_ROPE}),
@@ -41,7 +45,7 @@ def _ids(count: int, *, seed: int = 0) -> list[int]:
 def test_logits_equal_transformers(family: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Fresh prefill, chunked prefill, two requests at once and decode steps give transformers' logits within 1e-4."""
     hf = tiny_hf(family, tmp_path, **options)
-    model = load_model(tmp_path)
+    model = load_model(tmp_path, via="fast")
     paged = PagedModel(model)
     ids, other = _ids(41), _ids(9, seed=1)
     expected, expected_other = hf_logits(hf, ids), hf_logits(hf, other)
@@ -115,6 +119,7 @@ def test_configuration_of_each_family() -> None:
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic'"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ("llama", {"mlp_bias": True}, "mlp_bias=True"),
+        *((family, {"is_causal": False}, "is_causal=False") for family in SUPPORTED_MODEL_TYPES),
         ("llama", {"quantization_config": {"quant_method": "awq", "bits": 4}}, "'awq'"),
     ],
 )
@@ -152,6 +157,17 @@ def test_windows_that_no_layer_uses_are_ignored() -> None:
     assert DecoderConfig.from_transformers(used).sliding_window == 16
 
 
+@pytest.mark.parametrize("family", SUPPORTED_MODEL_TYPES)
+def test_only_options_that_the_family_reads_lift_a_window(family: str) -> None:
+    """use_sliding_window and layer_types count where transformers' own code of that family reads them, and nowhere else."""
+    off = tiny_config(family, sliding_window=16, use_sliding_window=False)
+    switch = family in ("qwen2", "qwen3", "qwen3_moe")
+    assert DecoderConfig.from_transformers(off).sliding_window == (None if switch else 16)
+    full = tiny_config(family, sliding_window=16, use_sliding_window=True, layer_types=["full_attention"] * 3)
+    layers = family in ("llama", "qwen2", "qwen3")
+    assert DecoderConfig.from_transformers(full).sliding_window == (None if layers else 16)
+
+
 def test_more_positions_than_the_model_has_are_refused(tmp_path: Path) -> None:
     """Serving beyond max_position_embeddings is a ConfigError that has both numbers."""
     tiny_hf("llama", tmp_path)
@@ -163,6 +179,46 @@ def test_head_counts_must_divide() -> None:
     """Query heads that cannot share the key-value heads evenly are refused when the shape is made."""
     with pytest.raises(ConfigError, match="6 query heads cannot share 4"):
         DecoderConfig("llama", 97, 48, 80, 1, 6, 4, 8, 128)
+
+
+@pytest.mark.parametrize("size", ["vocab_size", "hidden_size", "num_layers", "num_heads", "head_dim", "max_positions"])
+def test_sizes_are_at_least_one(size: str) -> None:
+    """A shape without rows, layers or heads is refused when it is made, by the name of the size."""
+    config = DecoderConfig("llama", 97, 48, 80, 1, 6, 2, 8, 128)
+    for value in (0, -1):
+        with pytest.raises(ConfigError, match=f"{size} is {value}; expected at least 1"):
+            attrs.evolve(config, **{size: value})
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        ("dynamic", {}, "'dynamic' is not supported; supported are default, linear, llama3, yarn"),
+        ("yarn", {}, "'yarn': factor is None; expected a number above 0"),
+        ("linear", {"parameters": {"factor": 0}}, "'linear': factor is 0;"),
+        ("llama3", {"parameters": {"factor": 2.0, "low_freq_factor": 1.0}}, "'llama3': high_freq_factor is None"),
+        ("linear", {"parameters": {"factor": "2"}}, "'linear': factor is '2'"),
+        ("default", {"theta": 0.0}, "'default': theta is 0.0"),
+    ],
+)
+def test_rope_that_cannot_be_computed_is_refused(kind: str, options: dict[str, Any], said: str) -> None:
+    """An unknown rope type and scaling without its numbers are ConfigErrors when the shape is made."""
+    with pytest.raises(ConfigError, match=said):
+        RopeConfig(kind, **options)
+
+
+def test_what_is_no_configuration_is_refused() -> None:
+    """from_transformers and random_model name what they got where it is no configuration of theirs."""
+    hf_config = tiny_config("llama")
+    for wrong in (None, {}, type(hf_config)):
+        with pytest.raises(
+            ConfigError, match=r"from_transformers\(\) got .*; expected a configuration of transformers"
+        ):
+            DecoderConfig.from_transformers(wrong)
+    with pytest.raises(ConfigError, match=r"random_model\(\) got a LlamaConfig; expected a DecoderConfig"):
+        random_model(hf_config)
+    with pytest.raises(ConfigError, match="dtype is torch.int8"):
+        random_model(DecoderConfig.from_transformers(hf_config), dtype=torch.int8)
 
 
 def test_random_model_is_repeatable_and_finite() -> None:

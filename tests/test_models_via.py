@@ -136,6 +136,41 @@ def test_the_adapters_bound_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         LLM(tmp_path, device="cpu", **{**OPTIONS, "max_seq_len": None}).generate([[5] * 150])
 
 
+@pytest.mark.parametrize("family", ["mistral", "mixtral"])
+def test_a_window_that_stays_on_goes_to_the_adapter(family: str, tmp_path: Path) -> None:
+    """use_sliding_window=false switches no window of Mistral's off: beyond it the adapter, and its numbers are the model's."""
+    hf = tiny_hf(family, tmp_path, sliding_window=8, attn_implementation="eager")
+    _change(tmp_path, use_sliding_window=False)
+    llm = LLM(tmp_path, device="cpu", **OPTIONS)
+    answers = _tokens(llm)
+    assert llm.model.served.via is Via.ADAPTER
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        with torch.no_grad():
+            logits = hf(input_ids=torch.tensor([[*prompt, *answer[:-1]]]), use_cache=False).logits[0, len(prompt) - 1 :]
+        for row, token in zip(logits, answer, strict=True):
+            assert float(row.max() - row[token]) < 1e-3
+
+
+def test_a_model_that_is_not_causal_is_refused_by_both(tmp_path: Path) -> None:
+    """is_causal=false: no decoder of ours, and the adapter's refusal says that it is not the first."""
+    tiny_hf("llama", tmp_path)
+    _change(tmp_path, is_causal=False)
+    with pytest.raises(ConfigError, match="is_causal=False is not supported"):
+        load_model(tmp_path, via="fast")
+    with pytest.raises(ConfigError, match="ours refuses it: is_causal=False"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("via", ["auto", "fast", "adapter"])
+def test_a_vocabulary_without_tokens_is_refused(via: str, tmp_path: Path) -> None:
+    """A vocab_size below one is a ConfigError whoever is to run the model."""
+    tiny_hf("llama", tmp_path)
+    _change(tmp_path, vocab_size=-1)
+    with pytest.raises(ConfigError) as caught:
+        load_model(tmp_path, via=via)
+    assert len(str(caught.value).splitlines()) == 3
+
+
 def test_prompts_are_checked_before_an_adapted_model_is_read(tmp_path: Path) -> None:
     """Vocabulary, positions and the lack of a tokenizer are found with the configuration alone."""
     _saved("gpt_neox", tmp_path)

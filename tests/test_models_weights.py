@@ -17,13 +17,17 @@ from breakgraph.errors import ConfigError
 from breakgraph.models.checkpoint import shard_paths
 from breakgraph.models.demo import DEMO_INSTALL, demo_gguf
 from breakgraph.models.gguf_cache import gguf_folder, is_gguf
-from breakgraph.models.weights import load_model, weight_targets
+from breakgraph.models.weights import load_model, open_model, random_model, weight_targets
 from tests.tiny_models import PagedModel, hf_logits, tiny_hf
 
 
 def _gguf(path: Path, content: bytes = b"one") -> Path:
     path.write_bytes(b"GGUF" + content)
     return path
+
+
+def _change(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
 def _write_entry(source: Path, folder: Path) -> None:
@@ -114,17 +118,48 @@ def test_loading_under_inference_mode_makes_ordinary_weights(tmp_path: Path) -> 
     assert not model.decoder.rope.is_inference()
 
 
-def test_tied_output_in_the_file_is_ignored(tmp_path: Path) -> None:
-    """A tied checkpoint that stores lm_head all the same loads, with the embedding as its output."""
+@pytest.mark.parametrize("stored", ["both", "lm_head"])
+def test_a_tied_output_may_be_stored(stored: str, tmp_path: Path) -> None:
+    """A tied checkpoint that stores lm_head too, or instead of the embedding, loads with one matrix for both."""
+    hf = tiny_hf("llama", tmp_path, shard_size="1GB", tie_word_embeddings=True)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.embed_tokens.weight"
+    tensors["lm_head.weight"] = tensors[name].clone() if stored == "both" else tensors.pop(name)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
+    save_file(tensors, file)
+    model = load_model(tmp_path)
+    assert model.config.tie_word_embeddings
+    assert model.decoder.lm_head is model.decoder.embed_tokens
+    assert torch.equal(model.decoder.lm_head, hf.lm_head.weight)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])
+@pytest.mark.parametrize("shard_size", ["1GB", "40KB"])
+def test_an_output_that_differs_from_the_embedding_counts(family: str, shard_size: str, tmp_path: Path) -> None:
+    """Where config.json ties what the checkpoint holds as two matrices, both are used, as transformers does."""
+    from transformers import AutoModelForCausalLM
+
+    tiny_hf(family, tmp_path, shard_size=shard_size, tie_word_embeddings=False)
+    _change(tmp_path / "config.json", tie_word_embeddings=True)
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    model = load_model(tmp_path)
+    assert not model.config.tie_word_embeddings
+    assert torch.equal(model.decoder.lm_head, hf.lm_head.weight)
+    logits = PagedModel(model).prefill([([5, 9, 2, 7], 0, [3])])
+    torch.testing.assert_close(logits, hf_logits(hf, [5, 9, 2, 7]), atol=1e-4, rtol=1e-4)
+
+
+def test_a_difference_that_the_dtype_rounds_away_is_none(tmp_path: Path) -> None:
+    """Matrices that are the same in the dtype that the weights are held in are one, at no cost; in a finer one they are two."""
     tiny_hf("llama", tmp_path, shard_size="1GB", tie_word_embeddings=True)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
-    tensors["lm_head.weight"] = torch.zeros(97, 48)
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].bfloat16().float()
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * (1 + 1e-5)
     save_file(tensors, file)
-    decoder = load_model(tmp_path).decoder
-    assert decoder.lm_head is decoder.embed_tokens
-    assert decoder.lm_head.any()
+    assert load_model(tmp_path, dtype="bfloat16").config.tie_word_embeddings
+    assert not load_model(tmp_path, dtype="float32").config.tie_word_embeddings
 
 
 @pytest.mark.parametrize(
@@ -161,6 +196,15 @@ def test_a_shard_that_is_not_there_is_named(tmp_path: Path) -> None:
     gone = shard_paths(tmp_path)[1]
     gone.unlink()
     with pytest.raises(ConfigError, match=f"lacks {gone.name}"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("weight_map", [[], None, {"lm_head.weight": 3}, "model.safetensors"])
+def test_a_damaged_index_is_named(weight_map: object, tmp_path: Path) -> None:
+    """An index whose weight_map names no files is a ConfigError with the index's path."""
+    tiny_hf("llama", tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ConfigError, match=r"index\.json: weight_map is .*; expected the file of each tensor"):
         load_model(tmp_path)
 
 
@@ -225,6 +269,67 @@ def test_without_generation_config_the_configuration_counts(tmp_path: Path) -> N
     assert model.tokenizer is None
 
 
+@pytest.mark.parametrize("eos", ["x", "2", [[1]], [2, None], True, 2.5, {"id": 2}])
+def test_an_end_that_is_no_token_is_named(eos: object, tmp_path: Path) -> None:
+    """An eos_token_id that is no whole number, nor a list of them, is a ConfigError that shows it."""
+    tiny_hf("llama", tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(ConfigError, match="eos_token_id is .*; expected a whole number, or a list of them") as caught:
+        load_model(tmp_path)
+    assert repr(eos) in caught.value.what
+
+
+def test_a_sampling_default_that_is_no_number_is_named(tmp_path: Path) -> None:
+    """A temperature in words is a ConfigError when the model is opened, not an error of the first answer."""
+    tiny_hf("llama", tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": "hot"}))
+    with pytest.raises(ConfigError, match="temperature is 'hot'; expected a number"):
+        open_model(tmp_path)
+
+
+# ---- arguments -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dtype": torch.int8}, "dtype is torch.int8; expected bfloat16, float16, float32 or float64"),
+        ({"dtype": torch.float8_e4m3fn}, "dtype is torch.float8_e4m3fn"),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+        ({"dtype": 16}, "dtype is 16"),
+        ({"device": "gpu"}, "device is 'gpu'; torch cannot use it: Expected one of cpu, cuda"),
+        ({"device": "cuda:99"}, "device is 'cuda:99'; torch cannot use it"),
+        ({"device": None}, "device is None; expected cpu, cuda"),
+        ({"max_positions": "64"}, "max_positions is '64'; expected a whole number of at least 1"),
+        ({"max_positions": 64.0}, "max_positions is 64.0"),
+        ({"max_positions": True}, "max_positions is True"),
+        ({"max_positions": 0}, "max_positions is 0"),
+        ({"max_positions": -1}, "max_positions is -1"),
+        ({"progress": 3}, "progress is 3; expected a function"),
+    ],
+)
+@pytest.mark.parametrize("via", ["fast", "adapter"])
+def test_arguments_that_cannot_be_are_named(options: dict[str, Any], said: str, via: str, tmp_path: Path) -> None:
+    """A wrong dtype, device, length or progress: what was got and expected, why and what to do, by load and by load_model."""
+    tiny_hf("llama", tmp_path)
+    opened = open_model(tmp_path, via=via)
+    for load in (lambda: load_model(tmp_path, via=via, **options), lambda: opened.load(**options)):
+        with pytest.raises(ConfigError) as caught:
+            load()
+        assert caught.value.what.startswith(said)
+        assert len(str(caught.value).splitlines()) == 3
+
+
+def test_a_dtype_may_be_named(tmp_path: Path) -> None:
+    """Names of dtypes are taken as the engine takes them, by both loaders and by random_model."""
+    tiny_hf("llama", tmp_path)
+    for name in ("bfloat16", "torch.bfloat16"):
+        assert load_model(tmp_path, dtype=name).decoder.dtype == torch.bfloat16
+    model = load_model(tmp_path, via="adapter", dtype="float64")
+    assert model.decoder.dtype == torch.float64
+    assert random_model(load_model(tmp_path).config, dtype="float16").decoder.dtype == torch.float16
+
+
 # ---- paths that are no model ---------------------------------------------------------------------------------------
 
 
@@ -243,6 +348,13 @@ def test_paths_that_are_no_model(tmp_path: Path) -> None:
     _gguf(tmp_path / "other.gguf")
     with pytest.raises(ConfigError, match=r"several GGUF files: model.gguf, other.gguf"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize("path", [None, 3, b"demo", torch.nn.Linear(2, 2)])
+def test_what_is_no_path_is_named(path: Any) -> None:
+    """Anything but a path is a ConfigError with its type; for a model in memory it names load_transformers."""
+    with pytest.raises(ConfigError, match=f"of type {type(path).__name__}; expected a path(.|\n)*load_transformers"):
+        load_model(path)
 
 
 def test_a_damaged_gguf_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from breakgraph.errors import ConfigError
 from breakgraph.models.generation import read_json
 
-__all__ = ["Progress", "load_safetensors", "shard_paths", "some_names", "tensor_names"]
+__all__ = ["Progress", "equal_tensors", "load_safetensors", "shard_paths", "some_names", "tensor_names"]
 
 Progress = Callable[[str, int, int], None]
 """`progress(stage, done, total)`: stage is a few words for people; done goes from 0 to total."""
@@ -25,16 +26,25 @@ COMPUTED = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 
 MAX_NAMES = 8
 
+# Rows that are compared at a time.
+COMPARED_ROWS = 4096
+
 
 def shard_paths(folder: Path) -> tuple[Path, ...]:
     """The safetensors files of a folder, in order.
 
     Raises:
-        ConfigError: There are none, or the index names one that is not there.
+        ConfigError: There are none, the index is damaged, or it names one that is not there.
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         weight_map = read_json(index).get("weight_map", {})
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ConfigError(
+                f"{index}: weight_map is {weight_map!r:.80}; expected the file of each tensor, by its name.",
+                why="It says where the weights are.",
+                fix="Download the file again.",
+            )
         shards = tuple(folder / name for name in sorted(set(weight_map.values())))
     else:
         shards = (folder / "model.safetensors",)
@@ -61,6 +71,33 @@ def tensor_names(folder: Path) -> frozenset[str]:
         with _open(safe_open, shard) as file:
             names.update(file.keys())
     return frozenset(names)
+
+
+def equal_tensors(folder: Path, first: str, second: str, *, dtype: torch.dtype) -> bool:
+    """Whether two tensors of a folder are the same weights; never more than some rows of them are in memory.
+
+    Args:
+        folder: Holds the safetensors.
+        first: Name of a tensor.
+        second: Name of another.
+        dtype: What the weights will be held in; a difference that it rounds away is none.
+
+    Raises:
+        ConfigError: A file is missing or damaged.
+    """
+    from safetensors import safe_open
+
+    with contextlib.ExitStack() as stack:
+        slices = {}
+        for shard in shard_paths(folder):
+            file = stack.enter_context(_open(safe_open, shard))
+            slices.update({name: file.get_slice(name) for name in file.keys() if name in (first, second)})  # noqa: SIM118
+        one, other = slices[first], slices[second]
+        shape = one.get_shape()
+        if not shape or shape != other.get_shape():
+            return False
+        rows = (slice(start, start + COMPARED_ROWS) for start in range(0, shape[0], COMPARED_ROWS))
+        return all(torch.equal(one[some].to(dtype), other[some].to(dtype)) for some in rows)
 
 
 @torch.no_grad()

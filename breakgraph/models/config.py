@@ -18,6 +18,18 @@ SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3
 # for each request, so they are refused by name.
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
+# What the scaling of each kind cannot do without.
+ROPE_NEEDS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+
+# Which options a family's own code reads: what config.json says beyond them changes no number there.
+BIAS_FAMILIES = ("llama", "qwen3", "qwen3_moe")
+WINDOW_SWITCH_FAMILIES = ("qwen2", "qwen3", "qwen3_moe")
+ONE_WINDOW_FAMILIES = ("mistral", "mixtral", "qwen3_moe")
+
 
 def default_dtype(device: torch.device) -> torch.dtype:
     """The dtype that weights are held in when nobody chose one: bfloat16 on CUDA, float32 elsewhere."""
@@ -38,6 +50,22 @@ class RopeConfig:
     kind: str = "default"
     theta: float = 10_000.0
     parameters: Mapping[str, Any] = attrs.field(factory=dict, hash=False)
+
+    def __attrs_post_init__(self) -> None:
+        if self.kind not in STATIC_ROPE_TYPES:
+            raise ConfigError(
+                f"rope type {self.kind!r} is not supported; supported are {', '.join(STATIC_ROPE_TYPES)}.",
+                why="Its frequencies change with the length of the running sequence, and a table cannot.",
+                fix="Use a model, or a rope_parameters entry, of a supported type.",
+            )
+        needed = {name: self.parameters.get(name) for name in ROPE_NEEDS.get(self.kind, ())}
+        for name, value in {"theta": self.theta, **needed}.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+                raise ConfigError(
+                    f"rope type {self.kind!r}: {name} is {value!r}; expected a number above 0.",
+                    why="The angles of every position are computed from it.",
+                    fix="Use the rope_parameters of the config.json that came with the weights.",
+                )
 
 
 @attrs.frozen
@@ -119,6 +147,13 @@ class DecoderConfig:
     experts: ExpertsConfig | None = None
 
     def __attrs_post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "head_dim", "max_positions"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"{self.model_type}: {name} is {getattr(self, name)}; expected at least 1.",
+                    why="A decoder of that shape has no weights, or nothing to compute.",
+                    fix="Use the config.json that came with the weights.",
+                )
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"{self.model_type}: {self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads.",
@@ -198,9 +233,15 @@ class DecoderConfig:
             dtype: What the weights will be held in.
 
         Raises:
-            ConfigError: Another family, a quantised checkpoint, or an option that changes the numbers and that this
-                decoder does not have. The option is named.
+            ConfigError: No configuration, another family, a quantised checkpoint, or an option that changes the numbers and
+                that this decoder does not have. The option is named.
         """
+        if isinstance(config, type) or not callable(getattr(config, "to_dict", None)):
+            raise ConfigError(
+                f"from_transformers() got {config!r:.80}; expected a configuration of transformers.",
+                why="The shape of the decoder is read from it.",
+                fix="Pass AutoConfig.from_pretrained(folder), or model.config.",
+            )
         values: dict[str, Any] = config.to_dict()
         family = str(values.get("model_type"))
         if family not in SUPPORTED_MODEL_TYPES:
@@ -212,8 +253,10 @@ class DecoderConfig:
             )
         _refuse_quantised(values, family)
         _refuse(values, family, "hidden_act", "silu")
-        _refuse(values, family, "mlp_bias", False)
-        bias = bool(values.get("attention_bias", False))
+        _refuse(values, family, "is_causal", True)
+        if family == "llama":
+            _refuse(values, family, "mlp_bias", False)
+        bias = bool(values.get("attention_bias", False)) and family in BIAS_FAMILIES
         heads = int(values["num_attention_heads"])
         return cls(
             model_type=family,
@@ -223,16 +266,16 @@ class DecoderConfig:
             num_layers=int(values["num_hidden_layers"]),
             num_heads=heads,
             num_kv_heads=int(values.get("num_key_value_heads") or heads),
-            head_dim=int(values.get("head_dim") or values["hidden_size"] // heads),
+            head_dim=int(values.get("head_dim") or values["hidden_size"] // max(heads, 1)),
             max_positions=int(values["max_position_embeddings"]),
             rms_norm_eps=float(values["rms_norm_eps"]),
             # `to_dict` drops values that equal the family's default in some releases; the attribute is always there.
             tie_word_embeddings=bool(config.tie_word_embeddings),
             qkv_bias=bias or family == "qwen2",
-            o_bias=bias and family in ("llama", "qwen3", "qwen3_moe"),
+            o_bias=bias,
             qk_norm=family in ("qwen3", "qwen3_moe"),
             rope=_rope(values.get("rope_parameters") or {}, family),
-            sliding_window=_sliding_window(values),
+            sliding_window=_sliding_window(config, family),
             dtype=dtype,
             experts=_experts(config, family),
         )
@@ -298,12 +341,6 @@ def _rope(parameters: Mapping[str, Any], family: str) -> RopeConfig:
             fix="Use a model with one set of rope parameters.",
         )
     kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
-    if kind not in STATIC_ROPE_TYPES:
-        raise ConfigError(
-            f"{family}: rope type {kind!r} is not supported; supported are {', '.join(STATIC_ROPE_TYPES)}.",
-            why="Its frequencies change with the length of the running sequence, and a table cannot.",
-            fix="Use a model, or a rope_parameters entry, of a supported type.",
-        )
     if (parameters.get("partial_rotary_factor") or 1.0) != 1.0:
         raise ConfigError(
             f"{family}: partial_rotary_factor={parameters['partial_rotary_factor']} is not supported.",
@@ -315,11 +352,14 @@ def _rope(parameters: Mapping[str, Any], family: str) -> RopeConfig:
     return RopeConfig(kind=kind, theta=theta, parameters=extra)
 
 
-def _sliding_window(values: Mapping[str, Any]) -> int | None:
-    window = values.get("sliding_window")
-    layers = values.get("layer_types")
-    if window is None or values.get("use_sliding_window") is False:
+def _sliding_window(config: Any, family: str) -> int | None:
+    # Attributes, as above. What a family's own code does not read makes no difference there, so it makes none here.
+    window = getattr(config, "sliding_window", None)
+    if window is None:
         return None
-    if layers and "sliding_attention" not in layers:
+    if family in WINDOW_SWITCH_FAMILIES and getattr(config, "use_sliding_window", None) is False:
+        return None
+    layers = getattr(config, "layer_types", None)
+    if family not in ONE_WINDOW_FAMILIES and layers and "sliding_attention" not in layers:
         return None
     return int(window)

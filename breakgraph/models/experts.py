@@ -33,6 +33,9 @@ GROUPED_MAJORS = (9, 10)
 # The kernel loads 16 bytes at a time, and keeps the sizes of all groups in one block of threads.
 GROUPED_ALIGNMENT = 8
 GROUPED_MOST = 1023
+# On a CPU torch multiplies group by group: in these dtypes, and over rows of whole 16 bytes.
+CPU_GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CPU_ROW_BYTES = 16
 
 
 @attrs.frozen
@@ -62,7 +65,7 @@ def choose_experts(
             group by group, and the bits of a row may depend on how many rows its group has.
 
     Raises:
-        ConfigError: `kind` is unknown, or "grouped" would wait for the device here.
+        ConfigError: `kind` is unknown, or "grouped" would fail here or wait for the device.
     """
     if kind not in KINDS:
         raise ConfigError(
@@ -78,7 +81,9 @@ def choose_experts(
     if kind == "auto":
         return ExpertsChoice("dense", against)
     if device.type == "cpu":
-        return ExpertsChoice("grouped", "asked for")
+        against = _against_cpu(experts, hidden_size=hidden_size, dtype=dtype)
+        if against is None:
+            return ExpertsChoice("grouped", "asked for")
     raise ConfigError(
         f"experts cannot be grouped: {against}.",
         why="torch's grouped matrix product would fail, or wait for the device, which a graph cannot.",
@@ -100,6 +105,15 @@ def _against_grouped(
         return f"the widths {hidden_size} and {experts.inner_size} are not multiples of {GROUPED_ALIGNMENT}"
     if experts.num_experts > GROUPED_MOST:
         return f"there are {experts.num_experts} experts, more than {GROUPED_MOST}"
+    return None
+
+
+def _against_cpu(experts: ExpertsConfig, *, hidden_size: int, dtype: torch.dtype) -> str | None:
+    if dtype not in CPU_GROUPED_DTYPES:
+        return f"torch has no grouped matrix product for {dtype} on a CPU"
+    most = CPU_ROW_BYTES // dtype.itemsize
+    if hidden_size % most or experts.inner_size % most:
+        return f"the widths {hidden_size} and {experts.inner_size} are not multiples of {most}, as {dtype} asks for"
     return None
 
 

@@ -13,6 +13,8 @@ from breakgraph.errors import ConfigError
 
 __all__ = ["GenerationDefaults"]
 
+NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
 
 @attrs.frozen
 class GenerationDefaults:
@@ -50,10 +52,18 @@ class GenerationDefaults:
             tokenizer: Its tokenizer, if it has one.
 
         Raises:
-            ConfigError: The file is there and is no JSON object.
+            ConfigError: The file is there and is no JSON object, the end of an answer is no token, or a default is no number.
         """
         values = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
         fallback = config.to_dict()
+        for name in NUMBERS:
+            value = values.get(name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+                raise ConfigError(
+                    f"{folder}: {name} is {value!r:.80}; expected a number.",
+                    why="Answers are sampled with it where a caller says nothing.",
+                    fix=f"Correct {name} in generation_config.json, or take it out.",
+                )
 
         def token(name: str) -> Any:
             for source in (values.get(name), fallback.get(name), getattr(tokenizer, name, None)):
@@ -62,7 +72,7 @@ class GenerationDefaults:
             return None
 
         return cls(
-            eos_token_ids=_ids(token("eos_token_id")),
+            eos_token_ids=_ids(token("eos_token_id"), folder),
             bos_token_id=token("bos_token_id"),
             pad_token_id=token("pad_token_id"),
             do_sample=bool(values.get("do_sample") or False),
@@ -74,11 +84,17 @@ class GenerationDefaults:
         )
 
 
-def _ids(value: Any) -> tuple[int, ...]:
+def _ids(value: Any, folder: Path) -> tuple[int, ...]:
     if value is None:
         return ()
     ids: Iterable[Any] = value if isinstance(value, (list, tuple)) else (value,)
-    return tuple(dict.fromkeys(int(one) for one in ids))
+    if any(isinstance(one, bool) or not isinstance(one, int) for one in ids):
+        raise ConfigError(
+            f"{folder}: eos_token_id is {value!r:.80}; expected a whole number, or a list of them.",
+            why="These tokens end an answer; without them it would run on.",
+            fix="Correct eos_token_id in generation_config.json, or in config.json where that file is silent.",
+        )
+    return tuple(dict.fromkeys(ids))
 
 
 def read_json(path: Path) -> Mapping[str, Any]:

@@ -9,8 +9,15 @@ import attrs
 import torch
 
 from breakgraph.errors import ConfigError
-from breakgraph.models.checkpoint import Progress, load_safetensors, tensor_names
-from breakgraph.models.config import SUPPORTED_MODEL_TYPES, DecoderConfig, default_dtype
+from breakgraph.models.arguments import (
+    as_device,
+    as_weight_dtype,
+    check_open_arguments,
+    check_positions_argument,
+    check_progress,
+)
+from breakgraph.models.checkpoint import Progress, equal_tensors, load_safetensors, tensor_names
+from breakgraph.models.config import SUPPORTED_MODEL_TYPES, DecoderConfig
 from breakgraph.models.demo import demo_gguf
 from breakgraph.models.experts import SparseMLP
 from breakgraph.models.generation import GenerationDefaults
@@ -34,6 +41,7 @@ __all__ = [
 
 DEMO = "demo"
 FUSED_EXPERTS = ".mlp.experts.gate_up_proj"
+EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -64,7 +72,7 @@ class OpenedModel:
         self,
         *,
         device: torch.device | str = "cpu",
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         max_positions: int | None = None,
         progress: Progress | None = None,
     ) -> LoadedModel:
@@ -72,31 +80,38 @@ class OpenedModel:
 
         Args:
             device: Where the weights go.
-            dtype: What they are held in.
+            dtype: What they are held in, a dtype or its name.
             max_positions: Longest sequence that will be served, in tokens.
             progress: Called as `progress(stage, done, total)`.
 
         Raises:
-            ConfigError: The files are damaged, the adapter's probe refused the model, or sequences of that length cannot be
-                served.
+            ConfigError: An argument is wrong, the files are damaged, the adapter's probe refused the model, or sequences of
+                that length cannot be served.
         """
-        device = torch.device(device)
-        dtype = dtype or default_dtype(device)
+        check_positions_argument(max_positions)
+        check_progress(progress)
+        device = as_device(device)
+        dtype = as_weight_dtype(dtype, device=device)
         if self.config is None:
             return self._adapted(device=device, dtype=dtype, max_positions=max_positions, progress=progress)
-        config = attrs.evolve(self.config, dtype=dtype)
         positions = self.max_positions if max_positions is None else max_positions
-        config.check_positions(positions)
+        self.config.check_positions(positions)
+        names = tensor_names(self.folder)
+        tied = self.config.tie_word_embeddings and self._can_tie(names, dtype=dtype)
+        config = attrs.evolve(self.config, dtype=dtype, tie_word_embeddings=tied)
         # Weights made under inference mode could not be written to outside of it.
         with torch.inference_mode(False):
             decoder = LlamaDecoder(config, device=device, dtype=dtype, max_positions=positions)
-            load_safetensors(
-                self.folder,
-                weight_targets(decoder, fused_experts=_has_fused_experts(self.folder, config)),
-                ignored=("lm_head.weight",) if config.tie_word_embeddings else (),
-                progress=progress,
-            )
+            targets = weight_targets(decoder, fused_experts=_has_fused_experts(names, config))
+            if tied and EMBEDDING not in names and OUTPUT in names:
+                targets[OUTPUT] = targets.pop(EMBEDDING)
+            ignored = (OUTPUT,) if OUTPUT not in targets else ()
+            load_safetensors(self.folder, targets, ignored=ignored, progress=progress)
         return LoadedModel(decoder.eval(), config, self.tokenizer, self.generation, positions, self.source, self.served)
+
+    def _can_tie(self, names: frozenset[str], *, dtype: torch.dtype) -> bool:
+        # As transformers does: a checkpoint that holds two different matrices is right, and its config.json is wrong.
+        return not {EMBEDDING, OUTPUT} <= names or equal_tensors(self.folder, EMBEDDING, OUTPUT, dtype=dtype)
 
     def _adapted(
         self, *, device: torch.device, dtype: torch.dtype, max_positions: int | None, progress: Progress | None
@@ -139,9 +154,10 @@ def open_model(
         progress: As in `load_model`.
 
     Raises:
-        ConfigError: The path is no model, or one that cannot be run in that way.
+        ConfigError: An argument is wrong, the path is no model, or it is one that cannot be run in that way.
     """
     via = Via.of(via)
+    check_open_arguments(path, max_positions=max_positions, progress=progress)
     folder = _model_folder(path, cache_root=cache_root, progress=progress)
     hf_config = read_config(folder)
     config, served = _choose(hf_config, via=via, max_positions=max_positions)
@@ -189,7 +205,7 @@ def load_model(
     *,
     via: Via | str = Via.AUTO,
     device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     max_positions: int | None = None,
     cache_root: Path | None = None,
     progress: Progress | None = None,
@@ -201,7 +217,7 @@ def load_model(
         via: "auto" takes our own decoder where there is one that fits, else transformers' own code through the adapter;
             "fast" and "adapter" insist on one of them. `served` of the result says which it is, and why.
         device: Where the weights go.
-        dtype: What they are held in; None takes bfloat16 on CUDA and float32 elsewhere.
+        dtype: What they are held in, a dtype or its name; None takes bfloat16 on CUDA and float32 elsewhere.
         max_positions: Longest sequence that will be served, in tokens; None takes the longest that whoever runs the model
             can. Our decoders go up to a sliding window; for more, "auto" takes the adapter.
         cache_root: Where converted GGUF files are kept, in a folder `gguf`; None takes `~/.cache/breakgraph`.
@@ -211,28 +227,39 @@ def load_model(
         The model. Peak memory of a decoder of ours is its weights plus one tensor of the checkpoint.
 
     Raises:
-        ConfigError: The path is no model, the model cannot be run here, or its files are damaged.
+        ConfigError: An argument is wrong, the path is no model, the model cannot be run here, or its files are damaged.
     """
+    device = as_device(device)
+    dtype = as_weight_dtype(dtype, device=device)
     opened = open_model(path, via=via, max_positions=max_positions, cache_root=cache_root, progress=progress)
     return opened.load(device=device, dtype=dtype, max_positions=max_positions, progress=progress)
 
 
 def random_model(
-    config: DecoderConfig, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None, seed: int = 0
+    config: DecoderConfig, *, device: torch.device | str = "cpu", dtype: torch.dtype | str | None = None, seed: int = 0
 ) -> LoadedModel:
     """A model of a given shape with random weights, for measurements and tests.
 
     Args:
         config: Its shape.
         device: Where the weights are made; the same seed gives other weights on another device.
-        dtype: What they are held in; None takes bfloat16 on CUDA and float32 elsewhere.
+        dtype: What they are held in, a dtype or its name; None takes bfloat16 on CUDA and float32 elsewhere.
         seed: Of the weights.
 
     Returns:
         The model, without tokenizer and without EOS.
+
+    Raises:
+        ConfigError: An argument is wrong.
     """
-    device = torch.device(device)
-    dtype = dtype or default_dtype(device)
+    if not isinstance(config, DecoderConfig):
+        raise ConfigError(
+            f"random_model() got a {type(config).__name__}; expected a DecoderConfig.",
+            why="The weights are made in the shape of our decoder.",
+            fix="Of a configuration of transformers make one: DecoderConfig.from_transformers(config).",
+        )
+    device = as_device(device)
+    dtype = as_weight_dtype(dtype, device=device)
     config = attrs.evolve(config, dtype=dtype)
     generator = torch.Generator(device=device).manual_seed(seed)
     with torch.inference_mode(False), torch.no_grad():
@@ -266,11 +293,11 @@ def weight_targets(decoder: LlamaDecoder, *, fused_experts: bool = False) -> dic
     """
     config = decoder.config
     targets: dict[str, torch.Tensor] = {
-        "model.embed_tokens.weight": decoder.embed_tokens,
+        EMBEDDING: decoder.embed_tokens,
         "model.norm.weight": decoder.norm,
     }
     if not config.tie_word_embeddings:
-        targets["lm_head.weight"] = decoder.lm_head
+        targets[OUTPUT] = decoder.lm_head
     for index, module in enumerate(decoder.layers):
         layer = cast("DecoderLayer", module)
         for name, target in _layer_targets(layer, config, fused_experts=fused_experts).items():
@@ -322,8 +349,8 @@ def _expert_targets(mlp: SparseMLP, *, family: str, fused: bool) -> dict[str, to
     return targets
 
 
-def _has_fused_experts(folder: Path, config: DecoderConfig) -> bool:
-    return config.experts is not None and any(name.endswith(FUSED_EXPERTS) for name in tensor_names(folder))
+def _has_fused_experts(names: frozenset[str], config: DecoderConfig) -> bool:
+    return config.experts is not None and any(name.endswith(FUSED_EXPERTS) for name in names)
 
 
 def _model_folder(path: str | Path, *, cache_root: Path | None, progress: Progress | None) -> Path:
