@@ -59,8 +59,10 @@ def _swap(target: Any, name: str, value: Any) -> partial[None]:
         before = getattr(target, name)
         setattr(target, name, value)
         return partial(setattr, target, name, before)
-    held = _MISSING if table is None else table.pop(name)
-    undo = partial(_put_back, tables, table, name, held)
+    held = _MISSING if table is None else table[name]
+    undo = partial(_put_back, tables, table, name, held, () if table is None else tuple(table))
+    if table is not None and not _takes(target, table, value):
+        del table[name]
     try:
         setattr(target, name, value)
     except BaseException:
@@ -70,12 +72,36 @@ def _swap(target: Any, name: str, value: Any) -> partial[None]:
 
 
 def _put_back(
-    tables: tuple[MutableMapping[str, Any], ...], table: MutableMapping[str, Any] | None, name: str, held: Any
+    tables: tuple[MutableMapping[str, Any], ...],
+    table: MutableMapping[str, Any] | None,
+    name: str,
+    held: Any,
+    order: tuple[str, ...],
 ) -> None:
     for other in tables:
-        other.pop(name, None)
-    if table is not None:
-        table[name] = held
+        if other is not table:
+            other.pop(name, None)
+    if table is None:
+        return
+    moved = name not in table
+    table[name] = held
+    if moved:  # to the end: those that came after it go behind it again
+        for later in order[order.index(name) + 1 :]:
+            if later in table:
+                table[later] = table.pop(later)
+
+
+def _takes(target: Any, table: MutableMapping[str, Any], value: Any) -> bool:
+    """Whether a module puts a value in the place of one that lies in this table, and so keeps the order of it."""
+    if not isinstance(target, torch.nn.Module):
+        return True
+    if table is target._modules:
+        return isinstance(value, torch.nn.Module)
+    if table is target._parameters:
+        return isinstance(value, torch.nn.Parameter)
+    if table is target._buffers:
+        return isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
+    return not isinstance(value, torch.nn.Module | torch.nn.Parameter)
 
 
 def _tables(target: Any) -> tuple[MutableMapping[str, Any], ...]:

@@ -13,6 +13,7 @@ from benchmarks.small_transformers import OPTIONS, small_model
 from breakgraph.errors import ConfigError
 from breakgraph.models.huggingface_load import load_transformers
 from breakgraph.models.huggingface_probe import adapt
+from breakgraph.models.huggingface_sites import score_operations
 from breakgraph.serving import LLM, SamplingParams
 
 PROMPTS = [[5, 9, 2, 7, 7, 3, 1, 8, 60, 61, 4, 4, 9, 30, 31, 32, 33, 34, 35, 36, 37, 38], [11, 12, 13]]
@@ -218,7 +219,9 @@ def test_numbers_of_rows_bound_the_sequences_to_what_was_run(monkeypatch: pytest
 
     model = small_model("llama", max_position_embeddings=4096)
     around_rotary(numbered)(model)
-    monkeypatch.setitem(huggingface_probe._WORK, "cpu", 2 * 300 * sum(each.numel() for each in model.parameters()))
+    pairs = score_operations(adapt(small_model("llama")).decoder.sites)
+    work = 300 * 2 * sum(each.numel() for each in model.parameters()) + 300**2 * pairs
+    monkeypatch.setitem(huggingface_probe._WORK, "cpu", work)
     assert adapt(model).max_positions == 300
     plain = small_model("llama", max_position_embeddings=4096)
     assert adapt(plain).max_positions == 4096

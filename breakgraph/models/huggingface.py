@@ -165,7 +165,10 @@ class _Rows(nn.Module):
 
 
 class _BodyOutput:
-    """What a body returns, for any head: its rows, and None for whatever else some heads ask for."""
+    """What a body returns, for any head: its rows, and None for whatever else some heads ask for.
+
+    Also a mapping of the one thing it has, for wrappers that hand on `**outputs`.
+    """
 
     def __init__(self, rows: torch.Tensor | None) -> None:
         self.last_hidden_state = rows
@@ -173,8 +176,12 @@ class _BodyOutput:
     def __getattr__(self, name: str) -> None:
         return None
 
+    def keys(self) -> list[str]:
+        """Names of what it has."""
+        return ["last_hidden_state"]
+
     def __getitem__(self, index: Any) -> Any:
-        return (self.last_hidden_state,)[index]
+        return getattr(self, index) if isinstance(index, str) else (self.last_hidden_state,)[index]
 
 
 def _not_as_probed(what: str) -> ConfigError:
@@ -298,9 +305,19 @@ class AdaptedDecoder(Decoder):
         with dispatched(handle), self.fit.entered():
             output = self.body(inputs_embeds=hidden[None], position_ids=positions[None], use_cache=False)
         if (left := next(calls, None)) is not None:
+            self._check_attention()
             raise _not_as_probed(f"attention call {left[0]} did not come")
         rows: torch.Tensor = output[0]
         return rows[0]
+
+    def _check_attention(self) -> None:
+        name = self.model.config.get_text_config()._attn_implementation
+        if name != ATTENTION:
+            raise ConfigError(
+                f"The attention of {type(self.model).__name__} was changed to {name!r} after the model was adapted.",
+                why="Its layers no longer go through the paged cache.",
+                fix="Call load_transformers(model) again, and use what it returns.",
+            )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Scores of the next token: rows (R, H) after `forward` to float32 (R, vocab_size).

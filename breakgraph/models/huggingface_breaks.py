@@ -42,6 +42,13 @@ class ModuleBreak:
     calls: int
     forward: Callable[..., Any]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleBreak:
+        raise ConfigError(
+            f"A decoder whose module {self.name} runs as a break cannot be copied.",
+            why="The break computes with the weights of this module, and would in the copy.",
+            fix="Copy the model before it is adapted, or adapt the copy: load_transformers(copy.deepcopy(decoder.model)).",
+        )
+
 
 @attrs.frozen(eq=False)
 class Fit:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from breakgraph.errors import ConfigError
+from breakgraph.models.arguments import as_device
 from breakgraph.models.checkpoint import Progress, some_names
 from breakgraph.models.config import DecoderConfig, default_dtype
 from breakgraph.models.generation import GenerationDefaults
@@ -55,7 +56,7 @@ def load_transformers(
     source = type(model).__name__
     if isinstance(model, str | Path):
         folder, source = Path(model), str(model)
-        model = _from_folder(folder, device=_device(device or "cpu"), dtype=dtype, progress=progress)
+        model = _from_folder(folder, device=as_device(device or "cpu"), dtype=dtype, progress=progress)
         tokenizer = read_tokenizer(folder) if tokenizer is None else tokenizer
         generation = GenerationDefaults.from_folder(folder, config=model.config, tokenizer=tokenizer)
     elif device is not None or dtype is not None:
@@ -120,19 +121,6 @@ def _from_folder(folder: Path, *, device: torch.device, dtype: torch.dtype | Non
     if progress is not None:
         progress("loading weights", 1, 1)
     return model
-
-
-def _device(name: torch.device | str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(
-            f"device is {str(name)!r}, and torch cannot use it: {one_line(error)}",
-            why="The weights would have nowhere to go.",
-            fix="Use cpu, or cuda where torch sees a CUDA device.",
-        ) from error
-    return device
 
 
 def _check_quantised(folder: Path, model: Any) -> None:

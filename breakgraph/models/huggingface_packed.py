@@ -13,10 +13,23 @@ from breakgraph.models.attention_torch import TorchAttention, TorchBatch
 from breakgraph.models.huggingface import AdaptedDecoder
 from breakgraph.replay_context import eager_step
 
-__all__ = ["Packed"]
+__all__ = ["DECODED", "Packed", "cuts_of"]
 
 _BLOCK = 4
 _PADDING = 8  # rows that no sequence has, of each step
+DECODED = 4
+"""Tokens of each sequence that are decoded."""
+
+
+def cuts_of(length: int, *, chunks: int) -> list[int]:
+    """Where the steps of a sequence begin, and where the last ends: chunks, then the decoded tokens.
+
+    Args:
+        length: Its tokens.
+        chunks: How many.
+    """
+    prompt = length - DECODED
+    return [*(prompt * part // chunks for part in range(chunks)), *range(prompt, length + 1)]
 
 
 class Packed:
@@ -26,14 +39,21 @@ class Packed:
         decoder: The adapter.
         sequences: Token ids of each.
         starts: Position of the first token of each; None: 0.
+        padding: Rows of each step that no sequence has.
     """
 
     def __init__(
-        self, decoder: AdaptedDecoder, sequences: Sequence[torch.Tensor], *, starts: Sequence[int] | None = None
+        self,
+        decoder: AdaptedDecoder,
+        sequences: Sequence[torch.Tensor],
+        *,
+        starts: Sequence[int] | None = None,
+        padding: int = _PADDING,
     ) -> None:
         self.decoder = decoder
         self.sequences = sequences
         self.starts = starts or [0] * len(sequences)
+        self.padding = padding
         device, site = decoder.device, decoder.sites[0]
         shape = AttentionShape(site.heads, site.kv_heads, site.head_dim, _BLOCK, decoder.dtype, device)
         self._attention = TorchAttention(shape, reason="the probe")
@@ -50,25 +70,33 @@ class Packed:
             for kv in decoder.kv_shapes
         ]
 
-    def logits(self, *, chunks: int = 2) -> list[torch.Tensor]:
-        """Logits of all tokens: every sequence in chunks, and its last token decoded.
+    def logits(self, *, chunks: int = 2) -> torch.Tensor:
+        """Logits of all tokens, one sequence after the other: each in chunks, and its last tokens decoded.
 
         Args:
             chunks: How many.
         """
+        return self.steps([cuts_of(len(ids), chunks=chunks) for ids in self.sequences], decoded=DECODED)
+
+    def steps(self, cuts: Sequence[Sequence[int]], *, decoded: int) -> torch.Tensor:
+        """Logits of all tokens, one sequence after the other, in steps of one's choice.
+
+        Args:
+            cuts: Of each sequence where its steps begin, and where the last ends.
+            decoded: How many of the steps, the last, are decode steps.
+        """
         logits: list[list[torch.Tensor]] = [[] for _ in self.sequences]
-        cuts = [[len(ids) * part // chunks for part in range(chunks)] for ids in self.sequences]
-        cuts = [[*cut, len(ids) - 1, len(ids)] for cut, ids in zip(cuts, self.sequences, strict=True)]
-        for part in range(chunks + 1):
+        count = len(cuts[0]) - 1
+        for part in range(count):
             spans = [(cut[part], cut[part + 1]) for cut in cuts]
-            hidden = self._step(spans, decodes=part == chunks)
+            hidden = self._step(spans, decodes=part >= count - decoded)
             split = self.decoder.logits(hidden).split([high - low for low, high in spans])
             for found, new in zip(logits, split, strict=True):
                 found.append(new)
-        return [torch.cat(parts) for parts in logits]
+        return torch.cat([torch.cat(parts) for parts in logits])
 
     def _step(self, spans: Sequence[tuple[int, int]], *, decodes: bool) -> torch.Tensor:
-        decoder, device = self.decoder, self.decoder.device
+        decoder = self.decoder
         rows = torch.cat([ids[low:high] for ids, (low, high) in zip(self.sequences, spans, strict=True)])
         places = [np.arange(low, high) for low, high in spans]
         slots = [t[p // _BLOCK] * _BLOCK + p % _BLOCK for t, p in zip(self._tables, places, strict=True)]
@@ -81,12 +109,12 @@ class Packed:
         batch = self._attention.plan_prefill(layout)
         attend = self._decode(layout) if decodes else self._prefill(batch)
         hidden = decoder.embed(rows)
-        padding = hidden.new_zeros(_PADDING, hidden.shape[1])
-        with eager_step({"batch": batch}, valid_rows=len(rows), padded_rows=len(rows) + _PADDING):
+        padding = hidden.new_zeros(self.padding, hidden.shape[1])
+        with eager_step({"batch": batch}, valid_rows=len(rows), padded_rows=len(rows) + self.padding):
             result: torch.Tensor = decoder(
                 torch.cat([hidden, padding]),
-                positions=_padded(positions, device=device),
-                slots=_padded(slots, device=device),
+                positions=self._padded(positions),
+                slots=self._padded(slots),
                 kv=self._caches,
                 attend=attend,
             )
@@ -101,12 +129,12 @@ class Packed:
         return prefill
 
     def _decode(self, layout: BatchLayout) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-        widest, count = max(map(len, self._tables)), len(self._tables) + _PADDING
+        widest, count = max(map(len, self._tables)), len(self._tables) + self.padding
         state = self._attention.decode_state(batch_size=count, max_context=widest * _BLOCK)
         padded = np.zeros((count, widest), dtype=np.int32)
         for row, table in enumerate(self._tables):
             padded[row, : len(table)] = table
-        lengths = np.concatenate([layout.seq_lens, np.ones(_PADDING, dtype=np.int32)])
+        lengths = np.concatenate([layout.seq_lens, np.ones(self.padding, dtype=np.int32)])
         tables, lens = (torch.from_numpy(array).to(self.decoder.device) for array in (padded, lengths))
 
         def decode(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -114,7 +142,6 @@ class Packed:
 
         return decode
 
-
-def _padded(arrays: Sequence[npt.NDArray[np.integer]], *, device: torch.device) -> torch.Tensor:
-    joined = np.concatenate([*arrays, np.zeros(_PADDING)]).astype(np.int64)
-    return torch.from_numpy(joined).to(device)
+    def _padded(self, arrays: Sequence[npt.NDArray[np.integer]]) -> torch.Tensor:
+        joined = np.concatenate([*arrays, np.zeros(self.padding)]).astype(np.int64)
+        return torch.from_numpy(joined).to(self.decoder.device)

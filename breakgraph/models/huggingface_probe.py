@@ -2,42 +2,45 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
 import torch
-from torch import nn
 
 from breakgraph.errors import BreakgraphError, ConfigError
-from breakgraph.models.attention import AttentionVariant
-from breakgraph.models.huggingface import (
-    ATTENTION,
-    AdaptedDecoder,
-    Site,
-    body_of,
-    dispatched,
-    register,
-    unknown_keywords,
-)
+from breakgraph.models.huggingface import ATTENTION, AdaptedDecoder, Site, register
 from breakgraph.models.huggingface_breaks import Fit
-from breakgraph.models.huggingface_fit import experts_of, find_fit, held_still, moved, numbers_rows, rope_lengths
-from breakgraph.models.huggingface_packed import Packed
+from breakgraph.models.huggingface_fit import experts_of, find_fit, held_still, moved, numbers_rows
+from breakgraph.models.huggingface_own import Attentions, Own, Said
+from breakgraph.models.huggingface_packed import DECODED, Packed, cuts_of
+from breakgraph.models.huggingface_sites import (
+    ENDLESS,
+    bounds,
+    find_sites,
+    limit_of,
+    position_limit,
+    refusal,
+    score_operations,
+    unread,
+)
 from breakgraph.models.transformers_files import one_line
 
 __all__ = ["Probed", "adapt", "position_limit"]
 
 _LOG = logging.getLogger(__name__)
-_LIMITS = ("max_position_embeddings", "max_target_positions")
-_UNLIMITED = 1 << 20  # positions, where nothing says how many there are
 _LONGEST = 96  # tokens that a sequence of the probe may always have
+_UNSAID = 2048  # most tokens of the long sequence where nothing says how many positions there are
+_LONE = (10, 64)  # tokens that are run alone, one a step: of any model, and of a small one in an exact type
+_SMALL = 1 << 24  # parameters of a small model: a step of one row takes milliseconds
 _EXACT = (torch.float32, torch.float64)
 _TOLERANCE = 1e-5
 _MOST = 1e-4  # however far the model's own attentions are from each other
-_FAR = 1e-3  # of a sequence at the last positions, whose large angles are rounded
+_FAR = 1e-3  # of a sequence at the last positions, whose large angles are rounded; of a row in the long sequence
+_FAR_ROWS = 0.01  # share of the rows of the long sequence that may be farther
 _COARSE = 5e-2  # of half precision
 # In a long sequence a rounding that sends rows to other experts carries on: gpt_oss in bfloat16 reaches 0.2, and 0.03 in the
 # short ones. Logits of another row are 0.45 and more away.
@@ -79,76 +82,75 @@ def adapt(model: Any) -> Probed:
         ConfigError: It would give other numbers, or cannot be seen to give the same; the message has the reason. Its
             attention is what it was before.
     """
-    before = model.config._attn_implementation or "eager"
-    reference = "eager" if before == ATTENTION else before  # adapted before: its own is any but ours
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel) or not callable(getattr(type(model), "get_decoder", None)):
+        raise ConfigError(
+            f"adapt() got {model!r:.40}; expected a causal language model of transformers."
+            if model is None or isinstance(model, str)
+            else f"adapt() got a {type(model).__name__}; expected a causal language model of transformers.",
+            why="Its body is run over a paged cache, and its head makes the logits.",
+            fix="Pass AutoModelForCausalLM.from_pretrained(...).eval(); for a folder there is load_transformers(path).",
+        )
+    attentions = Attentions(model)
     experts = experts_of(model)
     register()
     try:
-        return _Probe(model, reference=reference).run()
+        with torch.autocast(next(model.parameters()).device.type, enabled=False):  # steps have none either
+            return _Probe(model, attentions).run()
     except BaseException as error:
-        model.set_attn_implementation(before)
+        attentions.back()
         if experts is not None and experts != experts_of(model):
             model.set_experts_implementation(experts)
         if isinstance(error, BreakgraphError | torch.OutOfMemoryError) or not isinstance(error, Exception):
             raise  # says nothing of the model
-        raise _refusal(model, f"its forward raised {type(error).__name__}: {one_line(error)}") from error
-
-
-def position_limit(config: Any) -> int:
-    """Longest sequence that a configuration promises, in tokens.
-
-    Args:
-        config: Of transformers, the part for text.
-    """
-    said = [value for name in _LIMITS if type(value := getattr(config, name, None)) is int and value > 0]
-    return min(said, default=_UNLIMITED)
-
-
-def _refusal(model: Any, reason: str, *, fix: str | None = None) -> ConfigError:
-    return ConfigError(
-        f"{type(model).__name__} cannot be served through its own code: {reason}.",
-        why="It would run without an error and write wrong text.",
-        fix=fix or "Use a model that `breakgraph models` lists with a decoder or the adapter, or transformers itself.",
-    )
+        raise refusal(model, f"its forward raised {type(error).__name__}: {one_line(error)}") from error
 
 
 class _Probe:
-    def __init__(self, model: Any, *, reference: str) -> None:
+    def __init__(self, model: Any, attentions: Attentions) -> None:
         self.model = model
         self.config = model.config.get_text_config()
-        self.reference = reference
+        self.attentions = attentions
         self.device = next(model.parameters()).device
+        self.limit = limit_of(model)
 
     def run(self) -> Probed:
         """All tests, cheap ones first."""
         if training := [path for path, module in self.model.named_modules() if module.training]:
-            raise _refusal(self.model, f"{training[0] or 'it'} is in training mode", fix="Call eval() on it first.")
+            raise refusal(self.model, f"{training[0] or 'it'} is in training mode", fix="Call eval() on it first.")
         if self.model.get_output_embeddings() is None:
-            raise _refusal(
+            raise refusal(
                 self.model,
                 "it has no language model head",
                 fix="Load it with AutoModelForCausalLM.from_pretrained(...).",
             )
         if getattr(self.config, "is_encoder_decoder", False):
-            raise _refusal(self.model, "it has an encoder")
+            raise refusal(self.model, "it has an encoder")
         with torch.no_grad():
-            self.model.set_attn_implementation(ATTENTION)
-            sites = self._sites()
-            if any(site.variant.softcap is not None or site.variant.sinks is not None for site in sites):
-                self.reference = "eager"  # the one that has them in every version of transformers
+            own = self.attentions.text
+            self.attentions.choose(ATTENTION)
+            sites = find_sites(self.model, self._tokens(5))
+            # Soft caps and sinks are left out by sdpa in some versions of transformers.
+            plain = all(site.variant.softcap is None and site.variant.sinks is None for site in sites)
+            # A model that was adapted before has another than ours of its own.
+            reference = own if plain and own != ATTENTION else "eager"
+            others = ("eager", "sdpa") if plain else ()
+            self.own = Own(self.model, self.attentions, reference=reference, others=others)
             decoder = AdaptedDecoder(self.model, sites=sites, fit=Fit(still=held_still(self.model)))
             affordable = self._affordable(sites)
             longest = self._longest(sites, affordable=affordable)
             positions = self._positions(sites, longest)
-            sequences = [self._tokens(longest), self._tokens(7), self._repeated(6)]
+            sequences = [self._tokens(longest), self._tokens(13), self._tokens(11), self._repeated(12)]
             error = self._compared(decoder, sequences)
             before = experts_of(self.model)
             fit, experts = find_fit(decoder)
             decoder = decoder.fitted(fit, experts=experts)
             if fit.breaks or experts_of(self.model) != before:
                 error = self._compared(decoder, sequences)
-            self._compare_far(decoder, positions)
-            long = self._compare_long(decoder, min(affordable, positions), longest=longest, short=error)
+            reach = positions if self.limit is not None else min(positions, affordable, _UNSAID)
+            self._compare_far(decoder, reach)
+            long = self._compare_long(decoder, min(affordable, reach), longest=longest, short=error)
             if (line := numbers_rows(decoder)) is not None:
                 # Steps up to that length were right, so what it makes of its numbers begins later, if at all.
                 begins = int(getattr(self.config, "floor_scale", None) or 0) - 1
@@ -162,40 +164,79 @@ class _Probe:
 
     def _compared(self, decoder: AdaptedDecoder, sequences: Sequence[torch.Tensor]) -> float:
         """How far our logits are from the model's own; refused where they are too far."""
-        ours = torch.cat(Packed(decoder, sequences).logits())
-        expected = torch.cat([self._own(ids) for ids in sequences])
         exact = decoder.dtype in _EXACT
-        # In half precision a rounding may send a row to other experts: a quarter of the rows may be off. What a wrong window or a
-        # leaking state changes is more than that.
-        error = _difference(ours, expected, share=1.0 if exact else 0.75)
-        allowed = _TOLERANCE if exact else _COARSE
-        if exact and _TOLERANCE < error <= _MOST:
-            # A deep recurrence multiplies the last bit: what lies as close as the model's own attentions do is no fault.
-            allowed = max(allowed, min(2 * self._spread(sequences, expected), _MOST))
+        alone = self._tokens(self._alone(exact=exact))
+        cuts = _few_rows(len(alone))
+        ours = [
+            Packed(decoder, sequences).logits(),
+            Packed(decoder, [alone], padding=0).steps([cuts], decoded=len(cuts) - 4),
+        ]
+        said = self.own.say([*sequences, alone])
+        kinds = _kinds([cuts_of(len(ids), chunks=2) for ids in sequences], cuts, device=self.device)
+        # In half precision a rounding may send a row to other experts: a quarter of the rows may be off, and of each kind of rows
+        # no more than a quarter. What a wrong window or a leaking state changes is more than that.
+        share = 1.0 if exact else 0.75
+
+        def measured(logits: torch.Tensor) -> float:
+            return max(_differences(logits, said.logits, kinds, share=share).values())
+
+        found = _differences(torch.cat(ours), said.logits, kinds, share=share)
+        kind, error = max(found.items(), key=lambda pair: pair[1])
+        allowed = self._allowed(decoder, error, said, measured, least=_TOLERANCE if exact else _COARSE)
         if not error <= allowed:
-            raise _refusal(
+            raise refusal(
                 self.model,
-                f"packed, chunked and decoded, its logits differ from its own {self.reference} attention by {error:.2g} of the "
-                f"largest; {allowed:.0e} is allowed",
+                f"packed, chunked and decoded, its logits differ from its own {self.own.reference} attention by {error:.2g} of "
+                f"the largest{kind}; {allowed:.2g} is allowed",
             )
-        return error
+        return found[""]
+
+    def _allowed(
+        self,
+        decoder: AdaptedDecoder,
+        error: float,
+        said: Said,
+        measure: Callable[[torch.Tensor], float],
+        *,
+        least: float,
+    ) -> float:
+        """How large an error may be: what lies as close as the model does to itself is no fault of ours.
+
+        A deep recurrence multiplies the last bit; in half precision a rounding sends rows to other experts.
+        """
+        exact = decoder.dtype in _EXACT
+        most = _MOST if exact else _CARRIED_MOST
+        if not least < error <= most:
+            return least
+        # In steps of one row every product sums in another order, which the model by itself never does.
+        times = 4 if exact else 2
+        return max(least, min(times * self.own.spread(said, measure, exact=exact), most))
+
+    def _alone(self, *, exact: bool) -> int:
+        """Tokens of the sequence that is run alone."""
+        small = exact and sum(parameter.numel() for parameter in self.model.parameters()) < _SMALL
+        return min(_LONE[small], self.limit or _LONE[1])
 
     def _compare_far(self, decoder: AdaptedDecoder, positions: int) -> None:
         """A sequence at the last positions beside one at the first: each must be what it is alone."""
         near, far = self._tokens(9), self._tokens(8)
         start = positions - len(far)
-        if start <= 0 or positions == _UNLIMITED:
+        if start <= 0:
             return
-        at = torch.arange(start, positions, device=self.device)[None]
+        at = [torch.arange(first, first + len(ids), device=self.device) for first, ids in ((0, near), (start, far))]
         try:
-            expected = [self._own(near), self._own(far, position_ids=at)]
+            said = self.own.say([near, far], positions=at)
         except TypeError:  # its positions cannot be chosen
             return
-        ours = Packed(decoder, [near, far], starts=[0, start]).logits()
         exact = decoder.dtype in _EXACT
-        error = _difference(torch.cat(ours), torch.cat(expected), share=1.0 if exact else 0.75)
-        if not error <= (_FAR if exact else _COARSE):
-            raise _refusal(
+
+        def measured(logits: torch.Tensor) -> float:
+            return _difference(logits, said.logits, share=1.0 if exact else 0.75)
+
+        error = measured(Packed(decoder, [near, far], starts=[0, start]).logits())
+        least = _FAR if exact else _COARSE
+        if not error <= (least if exact else self._allowed(decoder, error, said, measured, least=least)):
+            raise refusal(
                 self.model,
                 f"beside a sequence at position {positions - 1} its logits differ by {error:.2g} of the largest",
             )
@@ -203,47 +244,48 @@ class _Probe:
     def _affordable(self, sites: Sequence[Site]) -> int:
         """Tokens of a sequence that takes about a second, and not too much memory."""
         kind = self.device.type if self.device.type in _WORK else "cpu"
-        operations = 2 * sum(parameter.numel() for parameter in self.model.parameters())
+        each = 2 * sum(parameter.numel() for parameter in self.model.parameters())
+        pair = score_operations(sites)
+        # tokens * each + tokens^2 * pair = work
+        tokens = (math.sqrt(each**2 + 4 * pair * _WORK[kind]) - each) / (2 * pair)
         scores = math.isqrt(_SCORES[kind] // max(site.heads for site in sites))
-        return min(int(_WORK[kind] // operations), _LOGITS[kind] // int(self.config.vocab_size), scores)
+        return min(int(tokens + 1e-6), _LOGITS[kind] // int(self.config.vocab_size), scores)
 
     def _compare_long(self, decoder: AdaptedDecoder, tokens: int, *, longest: int, short: float) -> int:
         """A sequence as long as can be afforded, up to the last position: what begins at a length shows. Returns the length.
 
         A rounding may send a row to other experts, and the rows that look at it follow: what is compared is the middle of
-        every few rows. `short` is the error of the short sequences.
+        every few rows; in exact types also how many rows are far. `short` is the error of the short sequences.
         """
-        if tokens <= longest or self._limit() == _UNLIMITED:  # nothing says where it ends: how long would be long?
+        if tokens <= longest:
             return longest
-        ids = self._tokens(tokens)
-        ours, expected = Packed(decoder, [ids]).logits(chunks=_CHUNKS)[0], self._own(ids)
-        rows = (ours - expected).abs().amax(-1) / expected.abs().max().clamp_min(1e-9)
-        error = max(float(some.median()) for some in rows.split(_SOME_ROWS))
-        coarse = max(_COARSE, min(_CARRIED * short, _CARRIED_MOST))
-        if not error <= (_MOST if decoder.dtype in _EXACT else coarse):
-            raise _refusal(
+        exact = decoder.dtype in _EXACT
+        said = self.own.say([self._tokens(tokens)])
+
+        def measured(logits: torch.Tensor) -> float:
+            return max(float(some.median()) for some in _rows(logits, said.logits).split(_SOME_ROWS))
+
+        ours = Packed(decoder, [said.inputs[0][0]]).logits(chunks=_CHUNKS)
+        error = measured(ours)
+        if exact:
+            allowed = _MOST
+        else:
+            coarse = max(_COARSE, min(_CARRIED * short, _CARRIED_MOST))
+            # A rounding spoils some rows; most of them are never far.
+            most = float(_rows(ours, said.logits).median()) <= coarse
+            allowed = self._allowed(decoder, error, said, measured, least=coarse) if most else coarse
+        if not error <= allowed:
+            raise refusal(
                 self.model,
                 f"in a sequence of {tokens} tokens its logits differ from its own by {error:.2g} of the largest",
             )
+        far = int((_rows(ours, said.logits) > _FAR).sum())
+        if exact and far > _FAR_ROWS * tokens:
+            raise refusal(
+                self.model,
+                f"in a sequence of {tokens} tokens the logits of {far} differ from its own by more than {_FAR:.0e}",
+            )
         return tokens
-
-    def _own(self, ids: torch.Tensor, *, attention: str | None = None, **keywords: Any) -> torch.Tensor:
-        self.model.set_attn_implementation(attention or self.reference)
-        try:
-            logits: torch.Tensor = self.model(input_ids=ids[None], use_cache=False, **keywords).logits[0].float()
-        finally:
-            self.model.set_attn_implementation(ATTENTION)
-        return logits
-
-    def _spread(self, sequences: Sequence[torch.Tensor], expected: torch.Tensor) -> float:
-        """How far the model is from itself: with another attention of its own, and with the end of a sequence cut off."""
-        half = len(sequences[0]) // 2
-        found = [_difference(self._own(sequences[0][:half]), expected[:half], share=1.0)]
-        for name in {"eager", "sdpa"} - {self.reference}:
-            with contextlib.suppress(ValueError, RuntimeError):  # it has no such one
-                other = torch.cat([self._own(ids, attention=name) for ids in sequences])
-                found.append(_difference(other, expected, share=1.0))
-        return max(found)
 
     def _repeated(self, count: int) -> torch.Tensor:
         """One token again and again: a router sends all its rows to the same experts."""
@@ -254,107 +296,63 @@ class _Probe:
         ids = torch.randint(min(3, self.config.vocab_size - 1), self.config.vocab_size, (count,), generator=generator)
         return ids.to(self.device)
 
-    def _sites(self) -> list[Site]:
-        """Every attention call of a forward, with what its keywords and the configuration say of it."""
-        sites: list[Site] = []
-        problems: list[str] = []
-
-        def note(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, words: Any) -> torch.Tensor:
-            if words["mask"] is not None:
-                problems.append(f"{type(module).__name__} was given a mask")
-            if unknown := unknown_keywords(words):
-                problems.append(f"{type(module).__name__} was given {unknown}, which nothing here reads")
-            if k.shape[-2] != q.shape[-2]:
-                problems.append(f"{type(module).__name__} attends to something else than its own rows")
-            if words.get("is_causal") is False or not getattr(module, "is_causal", True):
-                problems.append(f"{type(module).__name__} is not causal")
-            variant = self._variant(module, q, words)
-            sites.append(Site(module, q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], variant))
-            return q.new_zeros(q.shape[2], q.shape[1], v.shape[-1])
-
-        positions = torch.arange(5, device=self.device)
-        rows = self.model.get_input_embeddings()(self._tokens(5))
-        with dispatched(note):
-            body_of(self.model)(inputs_embeds=rows[None], position_ids=positions[None], use_cache=False)
-        layers = int(self.config.num_hidden_layers)
-        if len(sites) < layers:
-            problems.append(
-                f"{len(sites)} attention calls for {layers} layers: some go another way, or keep another state"
-            )
-        if problems:
-            raise _refusal(self.model, "; ".join(dict.fromkeys(problems)))
-        return sites
-
-    def _variant(self, module: nn.Module, q: torch.Tensor, words: dict[str, Any]) -> AttentionVariant:
-        scale = words.get("scaling")
-        window = words.get("sliding_window")
-        kind = self._layer_kind(module)
-        if window is None and kind == "sliding_attention":
-            window = getattr(self.config, "sliding_window", None)
-        chunk = getattr(self.config, "attention_chunk_size", None) if kind == "chunked_attention" else None
-        if window is None and kind is None and getattr(self.config, "use_sliding_window", True):
-            window = getattr(self.config, "sliding_window", None)  # a model that tells its masks only
-        if scale is not None and abs(scale - q.shape[-1] ** -0.5) < 1e-9:
-            scale = None
-        return AttentionVariant(
-            scale=scale,
-            window=window,
-            chunk=chunk,
-            softcap=words.get("softcap"),
-            sinks=words.get("s_aux"),
-        )
-
-    def _layer_kind(self, module: nn.Module) -> str | None:
-        kinds, index = getattr(self.config, "layer_types", None), getattr(module, "layer_idx", None)
-        return kinds[index] if kinds and isinstance(index, int) and index < len(kinds) else None
-
-    def _bounds(self, sites: Sequence[Site]) -> list[int]:
-        return [b for s in sites for b in (s.variant.window, s.variant.chunk) if b is not None]
-
     def _longest(self, sites: Sequence[Site], *, affordable: int) -> int:
         """Tokens of the probe: twice past every window and chunk that can be afforded, so that a wrong one shows."""
-        small = [bound for bound in self._bounds(sites) if 2 * bound + 3 <= max(_LONGEST, affordable)]
+        small = [bound for bound in bounds(sites) if 2 * bound + 3 <= max(_LONGEST, affordable)]
         return max([2 * bound + 3 for bound in small], default=0) or 19
 
-    def _limit(self) -> int:
-        """Positions that the model has."""
-        tables = [
-            module.num_embeddings
-            for path, module in self.model.named_modules()
-            if isinstance(module, nn.Embedding) and "pos" in path.rpartition(".")[2]
-        ]
-        return min([position_limit(self.config), *tables])
-
     def _positions(self, sites: Sequence[Site], longest: int) -> int:
-        untested = [bound for bound in (*self._bounds(sites), *self._unread()) if bound >= longest]
-        return min([self._limit(), *untested])
+        untested = [bound for bound in (*bounds(sites), *unread(self.model)) if bound >= longest]
+        return min([ENDLESS if self.limit is None else self.limit, *untested])
 
-    def _unread(self) -> list[int]:
-        """Lengths in the configuration at which a model may begin to do something else that nothing here has read."""
-        values = self.config.to_dict()
-        windows = [
-            value
-            for name, value in values.items()
-            if ("window" in name or "chunk" in name)
-            and name not in ("sliding_window", "attention_chunk_size", "max_window_layers", "chunk_size_feed_forward")
-            and type(value) is int
-        ]
-        # Past the original length longrope takes other frequencies, for a whole batch if one sequence in it is that long.
-        rope = values.get("rope_parameters") or {}
-        kinds = [rope, *(one for one in rope.values() if isinstance(one, dict))]
-        original = values.get("original_max_position_embeddings")
-        long = [
-            one.get("original_max_position_embeddings") or original
-            for one in kinds
-            if one.get("rope_type") == "longrope"
-        ]
-        return windows + rope_lengths(self.model) + [int(length) for length in long if length]
+
+def _few_rows(length: int) -> list[int]:
+    """Cuts of steps of one, two and three rows, then of one row each."""
+    return [0, *(cut for cut in (1, 3) if cut < length), *range(min(6, length), length + 1)]
+
+
+def _kinds(packed: Sequence[Sequence[int]], alone: Sequence[int], *, device: torch.device) -> dict[str, torch.Tensor]:
+    """Which rows are of a kind that steps may treat otherwise than the rest, by the words for it.
+
+    Args:
+        packed: Cuts of each sequence that is run beside others.
+        alone: Cuts of the sequence that is run alone, after those.
+        device: Where they are needed.
+    """
+    kinds: dict[str, list[int]] = {"": [], " in decoded rows": [], " in first rows of chunks": []}
+    kinds |= {" in steps of one row": [], " in steps of two and three rows": []}
+    before = 0
+    for cuts in packed:
+        chunks = [cut for cut in cuts[1:] if cut < cuts[-1] - DECODED]
+        kinds[" in first rows of chunks"] += [before + row for cut in chunks for row in (cut, cut + 1)]
+        kinds[" in decoded rows"] += range(before + cuts[-1] - DECODED, before + cuts[-1])
+        before += cuts[-1]
+    for low, high in itertools.pairwise(alone):
+        few = " in steps of one row" if high - low == 1 else " in steps of two and three rows"
+        kinds[few] += range(before + low, before + high)
+    kinds[""] += range(before + alone[-1])
+    return {words: torch.tensor(rows, device=device) for words, rows in kinds.items() if rows}
+
+
+def _rows(ours: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Largest difference of a logit of each row, relative to the largest logit; without end where there is no comparison."""
+    if ours.shape != expected.shape or not bool(torch.isfinite(ours).all()):
+        return torch.full((len(expected),), float("inf"))
+    return (ours - expected).abs().amax(-1) / expected.abs().max().clamp_min(1e-9)
+
+
+def _differences(
+    ours: torch.Tensor, expected: torch.Tensor, kinds: dict[str, torch.Tensor], *, share: float
+) -> dict[str, float]:
+    """The largest difference in the best `share` of the rows of each kind."""
+    rows = _rows(ours, expected)
+    return {words: _worst(rows[at.to(rows.device)], share=share) for words, at in kinds.items()}
 
 
 def _difference(ours: torch.Tensor, expected: torch.Tensor, *, share: float) -> float:
     """Largest difference of a logit, relative to the largest logit, in the best `share` of the rows."""
-    if ours.shape != expected.shape or not bool(torch.isfinite(ours).all()):
-        return float("inf")
-    rows = (ours - expected).abs().amax(-1).sort().values
-    last = max(math.ceil(share * len(rows)) - 1, 0)
-    return float(rows[last] / expected.abs().max().clamp_min(1e-9))
+    return _worst(_rows(ours, expected), share=share)
+
+
+def _worst(rows: torch.Tensor, *, share: float) -> float:
+    return float(rows.sort().values[max(math.ceil(share * len(rows)) - 1, 0)])
