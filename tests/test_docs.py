@@ -72,8 +72,9 @@ def test_the_script_of_two_ranks_runs(tmp_path: Path) -> None:
     script.write_text(examples("python", page="docs/runners.md")[-1])
     path = {**os.environ, "PYTHONPATH": str(ROOT)}  # the package may be run from its folder
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=True, env=path
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False, env=path
     )
+    assert done.returncode == 0, done.stderr
     lines = [(0, 3, 8), (1, 7, 8), (0, 0, 2), (1, 2, 2), (0, 8, 8), (1, 8, 8)]
     expected = [f"rank {rank}: {size} of GraphKey({bucket})" for rank, size, bucket in lines]
     # Two processes write to one pipe: their lines may lie in one another's.

@@ -40,9 +40,9 @@ def looked_up(engine: Engine, batch: DecodeBatch) -> tuple[GraphKey, str]:
     runner = engine.decode.runner
     keys: list[GraphKey] = []
 
-    def prepare(inputs: object, *, key: GraphKey, live: object) -> Any:
+    def prepare(inputs: object, *, key: GraphKey, live: object, **options: Any) -> Any:
         keys.append(key)
-        return type(runner).prepare(runner, inputs, key=key, live=live)  # type: ignore[arg-type]
+        return type(runner).prepare(runner, inputs, key=key, live=live, **options)  # type: ignore[arg-type]
 
     runner.prepare = prepare  # type: ignore[method-assign, assignment]
     try:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from benchmarks.shapes import SHAPES
 from breakgraph.graph_key import PrefillKey
+from breakgraph.models.attention import Placement
 from breakgraph.models.weights import LoadedModel, random_model
 from breakgraph.serving import LLM, FinishReason, Graphs, SamplingParams
 from breakgraph.serving.engine import Engine
@@ -163,7 +164,8 @@ class Tally:
             assert counted.replays + runner.eager.total() == counted.steps
             assert runner.real_rows + runner.eager_rows == counted.tokens
         assert statistics.eager == dict(eager["prefill"] + eager["decode"])
-        layers = self._engine.state.decoder.config.num_layers
+        captured = self._engine.prefill.placement is Placement.CAPTURED
+        layers = 0 if captured else self._engine.state.decoder.config.num_layers
         assert statistics.breaks == layers * replays["prefill"]
         assert statistics.segments == (layers + 1) * replays["prefill"] + replays["decode"]
         assert statistics.prompt_tokens == prompt_tokens
