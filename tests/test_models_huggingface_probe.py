@@ -153,6 +153,11 @@ def test_a_few_wrong_rows_of_a_long_sequence_are_counted() -> None:
         ("phimoe", torch.bfloat16, 0),
         ("phimoe", torch.bfloat16, 2),
         ("gpt_oss", torch.float16, 0),
+        # Two of the five rows of a kind go to other experts: more rows decide.
+        ("phimoe", torch.bfloat16, 3),
+        ("exaone_moe", torch.bfloat16, 4),
+        ("ernie4_5_moe", torch.float16, 4),
+        ("granitemoe_swa", torch.bfloat16, 4),
     ],
 )
 def test_experts_in_half_precision_may_be_as_far_as_the_model_is_from_itself(

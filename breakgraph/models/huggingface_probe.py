@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
@@ -35,6 +36,8 @@ _LOG = logging.getLogger(__name__)
 _LONGEST = 96  # tokens that a sequence of the probe may always have
 _UNSAID = 2048  # most tokens of the long sequence where nothing says how many positions there are
 _LONE = (10, 64)  # tokens that are run alone, one a step: of any model, and of a small one in an exact type
+_MORE = range(14, 22)  # tokens of more sequences, where half precision is in doubt
+_MORE_TIMES = 6  # steps of one, two and three rows there
 _SMALL = 1 << 24  # parameters of a small model: a step of one row takes milliseconds
 _EXACT = (torch.float32, torch.float64)
 _TOLERANCE = 1e-5
@@ -164,12 +167,26 @@ class _Probe:
 
     def _compared(self, decoder: AdaptedDecoder, sequences: Sequence[torch.Tensor]) -> float:
         """How far our logits are from the model's own; refused where they are too far."""
+        alone = self._tokens(self._alone(many=decoder.dtype in _EXACT and self._small()))
+        if decoder.dtype not in _EXACT:
+            # A few rows of a kind may all be sent to other experts. More rows of it decide: a fault is in as many of those.
+            with contextlib.suppress(ConfigError):
+                return self._compared_rows(decoder, sequences, alone)
+            lengths = [min(count, self.limit or count) for count in _MORE]
+            sequences = [*sequences, *map(self._tokens, lengths)]
+            alone = self._tokens(self._alone(many=True))
+            return self._compared_rows(decoder, sequences, alone, times=_MORE_TIMES)
+        return self._compared_rows(decoder, sequences, alone)
+
+    def _compared_rows(
+        self, decoder: AdaptedDecoder, sequences: Sequence[torch.Tensor], alone: torch.Tensor, *, times: int = 1
+    ) -> float:
+        """As said of `_compared`: of sequences side by side, and of one that is run alone."""
         exact = decoder.dtype in _EXACT
-        alone = self._tokens(self._alone(exact=exact))
-        cuts = _few_rows(len(alone))
+        cuts, decoded = _few_rows(len(alone), times=times)
         ours = [
             Packed(decoder, sequences).logits(),
-            Packed(decoder, [alone], padding=0).steps([cuts], decoded=len(cuts) - 4),
+            Packed(decoder, [alone], padding=0).steps([cuts], decoded=decoded),
         ]
         said = self.own.say([*sequences, alone])
         kinds = _kinds([cuts_of(len(ids), chunks=2) for ids in sequences], cuts, device=self.device)
@@ -178,11 +195,14 @@ class _Probe:
         share = 1.0 if exact else 0.75
 
         def measured(logits: torch.Tensor) -> float:
-            return max(_differences(logits, said.logits, kinds, share=share).values())
+            # By itself the model has no kinds of rows: of all rows its distance from itself is the surer number.
+            of = kinds if times == 1 else {"": kinds[""]}
+            return max(_differences(logits, said.logits, of, share=share).values())
 
         found = _differences(torch.cat(ours), said.logits, kinds, share=share)
         kind, error = max(found.items(), key=lambda pair: pair[1])
-        allowed = self._allowed(decoder, error, said, measured, least=_TOLERANCE if exact else _COARSE)
+        least, multiple = (_TOLERANCE, 4) if exact else (_COARSE, 2 if times == 1 else 3)
+        allowed = self._allowed(decoder, error, said, measured, least=least, times=multiple)
         if not error <= allowed:
             raise refusal(
                 self.model,
@@ -199,6 +219,7 @@ class _Probe:
         measure: Callable[[torch.Tensor], float],
         *,
         least: float,
+        times: int = 2,
     ) -> float:
         """How large an error may be: what lies as close as the model does to itself is no fault of ours.
 
@@ -208,14 +229,16 @@ class _Probe:
         most = _MOST if exact else _CARRIED_MOST
         if not least < error <= most:
             return least
-        # In steps of one row every product sums in another order, which the model by itself never does.
-        times = 4 if exact else 2
+        # In steps of one row every product sums in another order, which the model by itself never does: `times` the distance.
         return max(least, min(times * self.own.spread(said, measure, exact=exact), most))
 
-    def _alone(self, *, exact: bool) -> int:
+    def _alone(self, *, many: bool) -> int:
         """Tokens of the sequence that is run alone."""
-        small = exact and sum(parameter.numel() for parameter in self.model.parameters()) < _SMALL
-        return min(_LONE[small], self.limit or _LONE[1])
+        return min(_LONE[many], self.limit or _LONE[1])
+
+    def _small(self) -> bool:
+        parameters: int = sum(parameter.numel() for parameter in self.model.parameters())
+        return parameters < _SMALL
 
     def _compare_far(self, decoder: AdaptedDecoder, positions: int) -> None:
         """A sequence at the last positions beside one at the first: each must be what it is alone."""
@@ -306,9 +329,11 @@ class _Probe:
         return min([ENDLESS if self.limit is None else self.limit, *untested])
 
 
-def _few_rows(length: int) -> list[int]:
-    """Cuts of steps of one, two and three rows, then of one row each."""
-    return [0, *(cut for cut in (1, 3) if cut < length), *range(min(6, length), length + 1)]
+def _few_rows(length: int, *, times: int = 1) -> tuple[list[int], int]:
+    """Cuts of steps of one, two and three rows, some times over, then of one row each; and how many those are."""
+    decoded = max(length - 6 * times, 0)
+    cuts = [first + cut for first in range(0, 6 * times, 6) for cut in (0, 1, 3) if first + cut < length - decoded]
+    return [*cuts, *range(length - decoded, length + 1)], decoded
 
 
 def _kinds(packed: Sequence[Sequence[int]], alone: Sequence[int], *, device: torch.device) -> dict[str, torch.Tensor]:
