@@ -10,7 +10,7 @@ What follows from FlashInfer's sources (0.6.18.post1):
   used part to the device int workspace asynchronously, on torch's current stream. A slot therefore has a workspace of its
   own, and an event behind both copies: it is not taken again before that. Slots are shared by all planners of an attention.
 - It allocates from the size of the *device* workspace, so that of a slot must be as large as the largest of them.
-- FA3's C++ plan takes ten times as long as fa2's, so it is not called at all: see `flashinfer_hopper`.
+- FA3's C++ plan takes far longer than fa2's for many requests, so it is not called at all: see `flashinfer_hopper`.
 - `run()` of the fa2, fa3 and decode modules reads `_plan_info`, the four index buffers and `_qo_indptr_last`. Only trtllm-gen
   and cudnn read `_max_q_len`, `_max_kv_len`, `_kv_lens_buffer` and `_seq_lens_*`; those attributes are cleared here, once.
 

@@ -2,10 +2,10 @@
 
 FA3's paged prefill is one persistent kernel, of one block (CTA) on each multiprocessor. Each block walks through *works*: a
 tile of query rows of one request under one head. FlashInfer's C++ plan gives the works out one by one, head by head, each to
-the block that has least to do, which takes 0.4 ms of host time for 64 requests and 32 heads. Which block computes a work
+the block that has least to do, which costs host time for each work (docs/benchmarks.md). Which block computes a work
 changes no number, so here they are sorted by length, as all heads' tiles are equally long, and dealt back and forth: block
 0, 1, ..., n-1, n-1, ..., 1, 0, 0, 1, ... What remains of the host time are a few operations on arrays. On average this is
-more even than FlashInfer's, which does not sort across heads; a greedy plan in sorted order would gain another 2 %.
+more even than FlashInfer's, which does not sort across heads.
 
 The kernel reads seven numbers of each work, each in an array of its own, and where each block's works begin; of the cache it
 reads the page numbers. It reads no indptr: every work says itself where its rows and pages begin. Two things follow:
