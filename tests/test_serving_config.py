@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from breakgraph.errors import ConfigError
+from breakgraph.models.arguments import as_dtype
 from breakgraph.policy import Verify
 from breakgraph.serving.config import (
     EngineConfig,
     Graphs,
     SamplingPaths,
     Sizes,
-    as_dtype,
     engine_config,
     sequence_limit,
     token_limit,

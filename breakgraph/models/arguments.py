@@ -9,9 +9,16 @@ import torch
 from breakgraph.errors import ConfigError
 from breakgraph.models.config import default_dtype
 
-__all__ = ["as_device", "as_weight_dtype", "check_open_arguments", "check_positions_argument", "check_progress"]
+__all__ = [
+    "as_device",
+    "as_dtype",
+    "as_weight_dtype",
+    "check_open_arguments",
+    "check_positions_argument",
+    "check_progress",
+]
 
-# The dtypes that weights may be held in, by the names that the engine takes as well.
+# The dtypes that weights may be held in.
 WEIGHT_DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 }
@@ -42,14 +49,14 @@ def _wrong_device(value: object, reason: str) -> ConfigError:
     )
 
 
-def as_weight_dtype(value: object, *, device: torch.device) -> torch.dtype:
-    """Takes a dtype of torch or its name; None takes the default of the device.
+def as_dtype(value: object) -> torch.dtype | None:
+    """Takes a dtype of torch or its name; None stays None.
 
     Raises:
         ConfigError: Weights cannot be held in it.
     """
     if value is None:
-        return default_dtype(device)
+        return None
     name = str(value).removeprefix("torch.") if isinstance(value, (str, torch.dtype)) else None
     if name not in WEIGHT_DTYPES:
         *most, last = WEIGHT_DTYPES
@@ -59,6 +66,15 @@ def as_weight_dtype(value: object, *, device: torch.device) -> torch.dtype:
             fix="Leave dtype out to take bfloat16 on CUDA and float32 elsewhere.",
         )
     return WEIGHT_DTYPES[name]
+
+
+def as_weight_dtype(value: object, *, device: torch.device) -> torch.dtype:
+    """Takes what `as_dtype` takes; None takes the default of the device.
+
+    Raises:
+        ConfigError: Weights cannot be held in it.
+    """
+    return as_dtype(value) or default_dtype(device)
 
 
 def check_open_arguments(path: object, *, max_positions: object, progress: object) -> None:

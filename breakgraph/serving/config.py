@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar, cast
 
 import attrs
-import torch
 
 from breakgraph.buckets import Buckets
 from breakgraph.errors import ConfigError
@@ -21,7 +20,6 @@ __all__ = [
     "Graphs",
     "SamplingPaths",
     "Sizes",
-    "as_dtype",
     "engine_config",
     "sequence_limit",
     "token_limit",
@@ -55,10 +53,6 @@ class SamplingPaths(enum.Enum):
 
 
 _E = TypeVar("_E", bound=enum.Enum)
-
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-}
 
 
 def _wrong(name: str, value: object, *, expected: str, why: str) -> ConfigError:
@@ -241,21 +235,6 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
                 fix=f"Did you mean {near[0]}?" if near else f"The options are {', '.join(known)}.",
             )
     return EngineConfig(**options)
-
-
-def as_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
-    """Takes a dtype of torch or its name; None stays None.
-
-    Raises:
-        ConfigError: Weights cannot be held in it.
-    """
-    name = str(value).removeprefix("torch.") if isinstance(value, (str, torch.dtype)) else None
-    if value is None or name in _DTYPES:
-        return None if name is None else _DTYPES[name]
-    *most, last = _DTYPES
-    raise _wrong(
-        "dtype", value, expected=f"{', '.join(most)} or {last}", why="Weights are held in it, and all kernels read it."
-    )
 
 
 @attrs.frozen(kw_only=True)

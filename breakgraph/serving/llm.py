@@ -12,10 +12,11 @@ import torch
 
 from breakgraph.capture_window import CaptureProgress
 from breakgraph.errors import ConfigError, InternalError
+from breakgraph.models.arguments import as_dtype
 from breakgraph.models.loaded import LoadedModel
 from breakgraph.models.via import Via
 from breakgraph.models.weights import OpenedModel, open_model
-from breakgraph.serving.config import as_dtype, engine_config, sequence_limit
+from breakgraph.serving.config import engine_config, sequence_limit
 from breakgraph.serving.engine import Engine, Token
 from breakgraph.serving.prompts import Prompt, encode, prompts_of
 from breakgraph.serving.requests import Chunk, Completion, FinishReason, Request, SamplingParams
