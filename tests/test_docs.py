@@ -112,9 +112,14 @@ def test_the_two_commands_are_one_line_each_and_ci_runs_the_second() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    """Every relative link of the README and docs names a file that exists."""
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text()):
-        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    """Every relative link of the README and docs names a file that exists, and a heading that it has."""
+    for target, _, heading in re.findall(r"\]\((?!https?:)([^)#]*)(#([^)]+))?\)", page.read_text()):
+        there = page.parent / target if target else page
+        assert there.exists(), f"{page.name} links to {target}"
+        if heading:
+            titles = re.findall(r"^#+ (.+)$", there.read_text(), flags=re.MULTILINE)
+            anchors = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+            assert heading in anchors, f"{page.name} links to {target}#{heading}"
 
 
 def test_every_footgun_names_a_test_that_exists() -> None:
