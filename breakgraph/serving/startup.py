@@ -116,7 +116,7 @@ def _refuse_training(decoder: Decoder) -> None:
     training = [path or type(decoder).__name__ for path, module in decoder.named_modules() if module.training]
     if len(training) > 1 or (training and not decoder.training):
         raise ConfigError(
-            f"{training[-1]} and {len(training) - 1} more modules of the model are in training mode.",
+            f"{len(training)} modules of the model are in training mode, {training[-1]} among them; expected none.",
             why="Dropout and statistics of training would be in the answers, each time others.",
             fix="Call model.eval(), also after adding modules to it.",
         )
