@@ -8,7 +8,7 @@ hidden rows (embedding and logits are outside of the graphs), host arrays to lau
 - *single*: a step between two synchronisations, nothing overlapped.
 - *period*: steps launched one behind the other without waiting, time for each: the host plans step n+1 while the device
   runs n.
-- *host*: until a step returns to the host, from the periods' runs where the device is behind, else from single ones.
+- *host*: until a step returns to the host, launched while the one before it runs.
 
 Subjects: *eager*: our decoder without graphs; *break*: each layer's attention a break; *captured*: attention in the
 graph; *captured part*: that graph's replay alone, as planned before; *hf eager*: transformers' own body with sdpa, 8
@@ -28,6 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 import torch
 
@@ -142,7 +143,7 @@ class Subject:
         self.state = DeviceState(decoder=decoder, attention=attention, cache=cache, last_token=last)
         self.steps: dict[Placement, PrefillStep] = {}
         for placement in placements:
-            step = PrefillStep(self.state, sizes=sizes, config=config_with(config, placement))
+            step = PrefillStep(self.state, sizes=sizes, config=attrs.evolve(config, placement=placement))
             step.capture()
             if step.runner.dropped:
                 raise RuntimeError(f"dropped: {step.runner.dropped}")
@@ -152,13 +153,6 @@ class Subject:
         """Give the graphs back."""
         for step in self.steps.values():
             step.runner.clear()
-
-
-def config_with(config: EngineConfig, placement: Placement) -> EngineConfig:
-    """The same options with another placement."""
-    import attrs
-
-    return attrs.evolve(config, placement=placement)
 
 
 class Batch:
