@@ -71,14 +71,6 @@ def load_transformers(
             why="It turns prompts into tokens.",
             fix="Pass AutoTokenizer.from_pretrained(...), or leave it out to use token ids.",
         )
-    from transformers import PreTrainedModel
-
-    if not isinstance(model, PreTrainedModel) or not callable(getattr(type(model), "get_decoder", None)):
-        raise ConfigError(
-            f"load_transformers() got a {type(model).__name__}; expected a causal language model of transformers, or its folder.",
-            why="Its body is run over a paged cache, and its head makes the logits.",
-            fix="Pass AutoModelForCausalLM.from_pretrained(...).eval(), or the path of the folder.",
-        )
     probed = adapt(model)
     config = _shape(model, probed.decoder, positions=probed.max_positions)
     served = Served(config.model_type, Via.ADAPTER, "it was asked for")
