@@ -26,6 +26,8 @@ def prompts_of(given: object) -> list[Prompt]:
     if isinstance(given, str):
         return [given]
     items = _items(given, what="the prompts are", kinds=(Sequence, Iterator))
+    if _are_integers(items):
+        return [cast("Prompt", items)]
     tokens = [item for item in items if isinstance(item, Integral)]
     if tokens and len(tokens) < len(items):
         raise ConfigError(
@@ -41,7 +43,7 @@ def prompts_of(given: object) -> list[Prompt]:
 
 def _check_kind(prompt: object) -> None:
     """Refuses what is neither a text nor token ids, before a model is loaded for it."""
-    if isinstance(prompt, str):
+    if isinstance(prompt, str) or _are_integers(prompt):
         return
     for token in _items(prompt, what="a prompt is"):
         if isinstance(token, bool) or not isinstance(token, Integral):
@@ -50,6 +52,11 @@ def _check_kind(prompt: object) -> None:
                 why="Token ids are integers.",
                 fix="Give a text, or a list of integers: generate([[1, 2, 3]]). Several texts are a list of texts.",
             )
+
+
+def _are_integers(given: object) -> bool:
+    """Whether it is a list of plain integers: looked at in C: a loop over a long prompt takes longer than its step."""
+    return isinstance(given, (list, tuple)) and set(map(type, given)) == {int}
 
 
 def _items(given: object, *, what: str, kinds: tuple[type, ...] = (Sequence,)) -> list[object]:
@@ -114,9 +121,9 @@ def has_chat_template(model: LoadedModel | OpenedModel) -> bool:
 
 
 def _checked_ids(prompt: Sequence[int], *, vocabulary: int) -> list[int]:
-    ids = [int(token) for token in prompt]
-    wrong = [token for token in ids if not 0 <= token < vocabulary]
-    if wrong:
+    ids = list(prompt) if _are_integers(prompt) else [int(token) for token in prompt]
+    if ids and (min(ids) < 0 or max(ids) >= vocabulary):
+        wrong = [token for token in ids if not 0 <= token < vocabulary]
         raise ConfigError(
             f"the prompt has token {wrong[0]}; the model's tokens are 0 to {vocabulary - 1}.",
             why="It has no row in the embedding; on a GPU reading past the table stops the whole process.",
