@@ -130,11 +130,8 @@ def decode_round(case: Case, *, steps: int) -> tuple[float, list[float]]:
 
 def bare_round(case: Case, *, replays: int) -> float:
     """Seconds a replay; the plan is that of a real step of CONTEXT tokens."""
-    key = GraphKey(
-        len(case.requests),
-        is_all_greedy_sample=True,
-        extra=(("context", case.engine.sizes.context(CONTEXT)),),
-    )
+    context = case.engine.decode.context(len(case.requests), longest=CONTEXT)
+    key = GraphKey(len(case.requests), is_all_greedy_sample=True, extra=(("context", context),))
     graph = case.engine.decode.runner.graphs[key]
     case.engine.decode.launch(case.at(CONTEXT)).wait()
     live = {"step": None}

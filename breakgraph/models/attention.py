@@ -179,6 +179,14 @@ class Attention(abc.ABC):
             (state.rows, num_heads, value_dim). Rows of padding look at the null block: finite, and of no meaning.
         """
 
+    def decode_contexts(self, *, batch_size: int) -> tuple[int, ...]:
+        """Contexts that divide the decodes of a batch, since longer ones take another kernel: each gets a graph of its own.
+
+        Args:
+            batch_size: Requests of the graph.
+        """
+        return ()
+
     @abc.abstractmethod
     def decode_state(self, *, batch_size: int, max_context: int) -> DecodeState:
         """Make what a captured decode needs; allocate it outside a capture, once per graph key.

@@ -38,6 +38,7 @@ from breakgraph.models.attention import (
     PrefillState,
 )
 from breakgraph.models.flashinfer_hopper import FixedSchedule, HopperPlanner, proven_schedule, scheduler_for
+from breakgraph.models.flashinfer_kernels import prefers_tensor_cores, short_context
 from breakgraph.models.flashinfer_packing import Packing
 from breakgraph.models.flashinfer_planner import (
     DecodePlanner,
@@ -55,7 +56,6 @@ __all__ = ["FlashInferAttention", "FlashInferBatch", "FlashInferDecodeState"]
 FLOAT_WORKSPACE_BYTES = 128 * 1024 * 1024  # FlashInfer's recommendation; enough to decode 400 rows of an 8B model
 DECODE_INT_WORKSPACE_BYTES = 1024 * 1024  # a plan of 1,024 rows takes about 50 KiB; the default is 8 MiB a wrapper
 PREFILL_INT_WORKSPACE_BYTES = 8 * 1024 * 1024  # what FlashInfer allocates
-CUDA_CORE_GROUP_SIZES = (1, 2, 3, 4, 6, 8)  # the decode kernel without tensor cores exists for these only
 
 P = TypeVar("P", DecodePlanner, PrefillPlanner | HopperPlanner)
 
@@ -127,7 +127,6 @@ class FlashInferAttention(Attention):
         self._scratch = torch.zeros(FLOAT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         backend = prefill_backend or ("fa3" if torch.cuda.get_device_capability(device)[0] == 9 else "fa2")
         self._backend, self._scheduler = backend, scheduler_for(shape)
-        self._tensor_cores = _prefers_tensor_cores(shape)
         # Two planners by turns: the host plans step n+1 while the device still reads the plan of step n.
         self._prefill: tuple[Planner[PrefillPlanner | HopperPlanner], ...] = tuple(
             Planner(flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._scratch, kv_layout="NHD", backend=backend))
@@ -289,6 +288,11 @@ class FlashInferAttention(Attention):
         self._graph_wrapper.run(q, (k_cache, v_cache), out=out)
         return out
 
+    def decode_contexts(self, *, batch_size: int) -> tuple[int, ...]:
+        """See `Attention`. One where both decode kernels have contexts at which they are the faster one."""
+        short = short_context(self.shape, batch_size=batch_size)
+        return (short,) if short else ()
+
     def decode_state(self, *, batch_size: int, max_context: int) -> FlashInferDecodeState:
         """See `Attention`. Plans once, for one token on the null block in every row, so that it may be captured."""
         shape = self.shape
@@ -296,7 +300,9 @@ class FlashInferAttention(Attention):
         packing = Packing.of(batch_size, queries=False)
         indices = DeviceIndices(packing.pages - packing.device + batch_size * blocks, device=shape.device)
         _, page_indptr, last, pages = indices.views(packing)
-        needed = self._decode_scratch_bytes(batch_size)
+        tensor_cores = prefers_tensor_cores(shape, batch_size=batch_size, context=max_context)
+        # Without tensor cores it is bounded by what fits on the device at once: a few MiB.
+        needed = self._decode_scratch_bytes(batch_size) if tensor_cores else 0
         scratch = self._scratch
         if needed > scratch.numel():
             scratch = torch.zeros(needed, dtype=torch.uint8, device=shape.device)
@@ -304,7 +310,7 @@ class FlashInferAttention(Attention):
             scratch,
             kv_layout="NHD",
             use_cuda_graph=True,
-            use_tensor_cores=self._tensor_cores,
+            use_tensor_cores=tensor_cores,
             paged_kv_indptr_buffer=page_indptr,
             paged_kv_indices_buffer=pages,
             paged_kv_last_page_len_buffer=last,
@@ -336,8 +342,6 @@ class FlashInferAttention(Attention):
     def _decode_scratch_bytes(self, batch_size: int) -> int:
         """The most that the tensor-core kernel takes for its partial results, as its planner computes it."""
         shape = self.shape
-        if not self._tensor_cores:
-            return 0  # bounded by what fits on the device at once: a few MiB
         tile = 16 if shape.group_size <= 16 else 64
         tiles = max(
             2 * torch.cuda.get_device_properties(shape.device).multi_processor_count // shape.num_kv_heads,
@@ -379,9 +383,3 @@ class FlashInferAttention(Attention):
 def _refuse_variant(variant: AttentionVariant) -> None:
     if not variant.is_plain:
         raise InternalError(f"FlashInfer's plain kernels were chosen for a layer with {variant}")
-
-
-def _prefers_tensor_cores(shape: AttentionShape) -> bool:
-    # Measured on an H200: faster for groups of 3 (64 channels) and of 4 with 128 channels, slower for 4 with 64.
-    group = shape.group_size
-    return group not in CUDA_CORE_GROUP_SIZES or group == 3 or (group >= 4 and shape.head_dim >= 128)

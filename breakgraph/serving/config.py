@@ -271,10 +271,6 @@ class Sizes:
         """Whether some batch size has no decode bucket of its own, so that a padding request is needed."""
         return len(self.decode.sizes) < self.max_batch_size
 
-    def context(self, length: int) -> int:
-        """The smallest context bucket that holds ``length`` tokens."""
-        return next(context for context in self.contexts if context >= length)
-
     @classmethod
     def resolve(
         cls, config: EngineConfig, *, num_blocks: int, max_positions: int, device_type: str, plans: bool

@@ -6,6 +6,7 @@ captured. The host hands over rows, positions, slots, block tables and sampling 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from breakgraph.capture_window import CaptureProgress
 from breakgraph.decode_runner import DecodeRunner, Example
 from breakgraph.errors import InternalError
 from breakgraph.graph_key import GraphKey
-from breakgraph.models.attention import DecodeState, KVLayer
+from breakgraph.models.attention import Attention, DecodeState, KVLayer
 from breakgraph.serving.block_tables import BlockTables
 from breakgraph.serving.config import EngineConfig, Graphs, SamplingPaths, Sizes
 from breakgraph.serving.device_state import PADDING_ROW, DeviceState, PendingTokens, sampling_columns
@@ -122,13 +123,14 @@ class DecodeStep:
             max_blocks=None if state.attention.plans_decode else sizes.max_blocks,
         )
         self._tables = BlockTables(sizes.max_batch_size + 1, max_blocks=sizes.max_blocks)
+        self._contexts = {batch: _contexts(sizes, state.attention, batch=batch) for batch in sizes.decode.sizes}
         self._attention: dict[tuple[int, int], DecodeState] = {}
         self._random = np.random.default_rng(0)
         self._written = _ExampleSlots.of(state.cache.layers)
         self.runner = DecodeRunner(
             self._forward,
             inputs=_declared(state, sizes=sizes),
-            keys=decode_keys(sizes, paths=config.sampling),
+            keys=decode_keys(sizes, paths=config.sampling, contexts=self._contexts),
             buckets=sizes.decode,
             example=self._example,
             device=state.device,
@@ -169,12 +171,12 @@ class DecodeStep:
         Returns:
             Their tokens, in the order of the batch.
         """
-        requests, sizes = batch.requests, self._sizes
+        requests = batch.requests
         greedy_only = all(request.params.temperature == 0 for request in requests)
         rows = np.array([request.row for request in requests], dtype=np.int64)
         live = DecodeLive(
             greedy=greedy_only and self._paths is not SamplingPaths.SAMPLED,
-            context=sizes.context(max(batch.lengths)),
+            context=self.context(len(requests), longest=max(batch.lengths)),
             block_tables=self._tables.take(requests, rows=rows),
             seq_lens=np.array(batch.lengths, dtype=np.int64),
         )
@@ -187,6 +189,16 @@ class DecodeStep:
             opt_out=self._state.decoder.eager_decode,
         )
         return PendingTokens(self.runner.launch(prepared).output)
+
+    def context(self, batch: int, *, longest: int) -> int:
+        """The context bucket of a step.
+
+        Args:
+            batch: Its requests.
+            longest: Tokens of the longest one, the new one included.
+        """
+        contexts = self._contexts[self._sizes.decode.round_up(batch) or self._sizes.decode.largest]
+        return next(context for context in contexts if context >= longest)
 
     def _forward(
         self,
@@ -283,19 +295,32 @@ class DecodeStep:
         }
 
 
-def decode_keys(sizes: Sizes, *, paths: SamplingPaths) -> tuple[GraphKey, ...]:
+def decode_keys(
+    sizes: Sizes, *, paths: SamplingPaths, contexts: Mapping[int, Sequence[int]] | None = None
+) -> tuple[GraphKey, ...]:
     """Lists the graphs of a decode runner: batch buckets, sampling paths and context buckets, combined.
 
     Args:
         sizes: The engine's sizes.
         paths: Which sampling paths are captured.
+        contexts: Context buckets of each batch bucket; None takes those of `sizes` for all.
     """
     greedy_values = {SamplingPaths.BOTH: (False, True), SamplingPaths.GREEDY: (True,), SamplingPaths.SAMPLED: (False,)}
-    return GraphKey.product(
-        sizes.decode.sizes,
-        is_all_greedy_sample=greedy_values[paths],
-        extra=[((_CONTEXT, context),) for context in sizes.contexts],
+    keys = (
+        GraphKey.product(
+            [batch],
+            is_all_greedy_sample=greedy_values[paths],
+            extra=[((_CONTEXT, context),) for context in (sizes.contexts if contexts is None else contexts[batch])],
+        )
+        for batch in sizes.decode.sizes
     )
+    return tuple(itertools.chain.from_iterable(keys))
+
+
+def _contexts(sizes: Sizes, attention: Attention, *, batch: int) -> tuple[int, ...]:
+    """Context buckets of a batch bucket, ascending."""
+    own = (context for context in attention.decode_contexts(batch_size=batch) if context < sizes.max_seq_len)
+    return tuple(sorted({*sizes.contexts, *own}))
 
 
 def _declared(state: DeviceState, *, sizes: Sizes) -> Sequence[StaticInput]:
