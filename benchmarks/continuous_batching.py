@@ -22,7 +22,7 @@ from benchmarks.engines import MAX_SEQ_LEN, PREFILL, decode_engine
 from breakgraph.models.config import DecoderConfig
 from breakgraph.models.weights import LoadedModel, weight_targets
 from breakgraph.serving.engine import Engine
-from breakgraph.serving.requests import SamplingParams
+from breakgraph.serving.sampling_params import SamplingParams
 
 BATCHES = (8, 32, 128)
 PROMPT = 160

@@ -39,7 +39,8 @@ from breakgraph.graph_key import GraphKey
 from breakgraph.models.weights import LoadedModel, random_model
 from breakgraph.serving.engine import Engine
 from breakgraph.serving.kv_cache import blocks_for
-from breakgraph.serving.requests import Request, SamplingParams
+from breakgraph.serving.requests import Request
+from breakgraph.serving.sampling_params import SamplingParams
 from breakgraph.serving.scheduler import DecodeBatch
 
 BATCHES = (1, 8, 32, 128)

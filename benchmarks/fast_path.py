@@ -44,6 +44,7 @@ from breakgraph.models.weights import random_model
 from breakgraph.serving.config import EngineConfig, Sizes
 from breakgraph.serving.device_state import DeviceState
 from breakgraph.serving.kv_cache import KVCache, slots_of
+from breakgraph.serving.logits_tail import LogitsTail
 from breakgraph.serving.prefill_step import PrefillStep, prefill_body
 from breakgraph.serving.startup import make_attention_for
 
@@ -143,7 +144,9 @@ class Subject:
         self.state = DeviceState(decoder=decoder, attention=attention, cache=cache, last_token=last)
         self.steps: dict[Placement, PrefillStep] = {}
         for placement in placements:
-            step = PrefillStep(self.state, sizes=sizes, config=attrs.evolve(config, placement=placement))
+            step = PrefillStep(
+                self.state, tail=LogitsTail(self.state), sizes=sizes, config=attrs.evolve(config, placement=placement)
+            )
             step.capture()
             if step.runner.dropped:
                 raise RuntimeError(f"dropped: {step.runner.dropped}")

@@ -35,7 +35,8 @@ from breakgraph.serving.device_state import DeviceState
 from breakgraph.serving.engine import Engine
 from breakgraph.serving.kv_cache import slots_of
 from breakgraph.serving.prefill_step import PrefillStep, prefill_body
-from breakgraph.serving.requests import Request, SamplingParams
+from breakgraph.serving.requests import Request
+from breakgraph.serving.sampling_params import SamplingParams
 from breakgraph.serving.scheduler import DecodeBatch
 from breakgraph.serving.startup import build_engine
 from breakgraph.testing import assert_same_bits

@@ -54,8 +54,9 @@ def test_every_size_that_a_step_can_have_has_a_bucket(
         == sequence_limit(config, max_positions=max_positions, device_type=device_type)
     )
     assert list(sizes.contexts) == sorted(set(sizes.contexts))
-    keys = decode_keys(sizes, paths=SamplingPaths.BOTH)
-    assert len(keys) == len(set(keys)) == len(sizes.decode.sizes) * 2 * len(sizes.contexts)
+    for paths, ends in ((SamplingPaths.BOTH, 2), (SamplingPaths.ALL, 3), (SamplingPaths.GREEDY, 1)):
+        keys = decode_keys(sizes, paths=paths)
+        assert len(keys) == len(set(keys)) == len(sizes.decode.sizes) * ends * len(sizes.contexts)
     for bucket in sizes.prefill.sizes:
         _check_example(bucket, sizes)
 
@@ -113,7 +114,7 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"graphs": None}, "graphs is None"),
     ({"graphs": 1}, "graphs is 1"),
     ({"graphs": SamplingPaths.BOTH}, "graphs is <SamplingPaths.BOTH"),
-    ({"sampling": "argmax"}, "sampling is 'argmax'; expected 'both', 'greedy' or 'sampled'"),
+    ({"sampling": "argmax"}, "sampling is 'argmax'; expected 'both', 'greedy', 'sampled' or 'all'"),
     ({"sampling": True}, "sampling is True"),
     ({"verify": "sometimes"}, "verify is 'sometimes'; expected 'first', 'always' or 'never'"),
     ({"verify": False}, "verify is False"),

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from breakgraph.graph_key import GraphKey
+from breakgraph.graph_key import GraphKey, SampleType
 from breakgraph.serving import LLM, FinishReason, SamplingParams
 from breakgraph.serving.config import SamplingPaths
 from breakgraph.serving.engine import Engine
@@ -53,11 +53,11 @@ def looked_up(engine: Engine, batch: DecodeBatch) -> tuple[GraphKey, str]:
     return keys[0], next(iter(runner.statistics.eager - before), "")
 
 
-def batch_of(lengths: list[int], *, sampled: list[bool]) -> DecodeBatch:
-    """Requests with blocks of their own."""
+def batch_of(lengths: list[int], *, sampled: list[bool], reported: int | None = None) -> DecodeBatch:
+    """Requests with blocks of their own; one, by its index, asks for log-probabilities."""
     requests, free = [], itertools.count(1)
     for row, (length, samples) in enumerate(zip(lengths, sampled, strict=True), start=1):
-        params = SamplingParams(temperature=1.0 if samples else 0.0)
+        params = SamplingParams(temperature=1.0 if samples else 0.0, logprobs=2 if row - 1 == reported else None)
         request = Request(prompt_ids=(1,) * (length - 1), params=params, seed=row, max_new_tokens=1)
         request.row = row
         request.blocks = list(itertools.islice(free, blocks_for(length, block_size=BLOCK)))
@@ -70,12 +70,17 @@ def batch_of(lengths: list[int], *, sampled: list[bool]) -> DecodeBatch:
 def test_every_key_of_the_loop_is_captured_or_declared_eager(
     engines: dict[SamplingPaths, Engine], data: st.DataObject, paths: SamplingPaths, size: int
 ) -> None:
-    """FAULT-R3, REQ-A4: any batch size, length and mix of greedy and sampled requests; eager are sampled ones without a path."""
+    """FAULT-R3, REQ-A4: any batch size, length and mix of requests; eager are those of a path that is not captured."""
     engine = engines[paths]
     lengths = data.draw(st.lists(st.integers(2, LONGEST), min_size=size, max_size=size))
     sampled = data.draw(st.lists(st.booleans(), min_size=size, max_size=size))
-    key, reason = looked_up(engine, batch_of(lengths, sampled=sampled))
+    reported = data.draw(st.none() | st.integers(0, size - 1))
+    key, reason = looked_up(engine, batch_of(lengths, sampled=sampled, reported=reported))
     context = 16 if max(lengths) <= 16 else LONGEST
+    if reported is not None:
+        assert key == GraphKey(size, sample_type=SampleType.FULL, extra=(("context", context),))
+        assert reason == ("" if paths is SamplingPaths.ALL else Reason.NO_GRAPH.name)
+        return
     greedy = paths is not SamplingPaths.SAMPLED and not any(sampled)
     assert key == GraphKey(size, is_all_greedy_sample=greedy, extra=(("context", context),))
     declared_eager = paths is SamplingPaths.GREEDY and any(sampled)

@@ -13,7 +13,8 @@ from breakgraph.models.attention import KVShape
 from breakgraph.serving.block_tables import BlockTables
 from breakgraph.serving.kv_cache import NULL_BLOCK, BlockAllocator, KVCache, blocks_for, slots_of
 from breakgraph.serving.padding import PaddingRequest
-from breakgraph.serving.requests import Request, SamplingParams
+from breakgraph.serving.requests import Request
+from breakgraph.serving.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from breakgraph.errors import ConfigError, InternalError
 from breakgraph.serving.kv_cache import BlockAllocator, blocks_for
-from breakgraph.serving.requests import Request, RequestState, SamplingParams
+from breakgraph.serving.requests import Request, RequestState
+from breakgraph.serving.sampling_params import SamplingParams
 from breakgraph.serving.scheduler import DecodeBatch, Drain, PrefillBatch, Scheduler
 
 

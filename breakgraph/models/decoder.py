@@ -52,6 +52,11 @@ class Decoder(nn.Module, abc.ABC):
 
     @property
     @abc.abstractmethod
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+
+    @property
+    @abc.abstractmethod
     def heads(self) -> int:
         """Query heads of the first attention call."""
 

@@ -254,6 +254,11 @@ class AdaptedDecoder(Decoder):
         return tuple(KVShape(site.kv_heads, site.head_dim, site.value_dim) for site in self.sites)
 
     @property
+    def vocab_size(self) -> int:
+        """Width of the logits: rows of the output matrix."""
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    @property
     def heads(self) -> int:
         """Query heads of the first attention call."""
         return self.sites[0].heads

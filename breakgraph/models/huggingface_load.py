@@ -149,7 +149,7 @@ def _shape(model: Any, decoder: AdaptedDecoder, *, positions: int) -> DecoderCon
     text, site = model.config.get_text_config(), decoder.sites[0]
     return DecoderConfig(
         model_type=str(text.model_type),
-        vocab_size=int(model.get_output_embeddings().weight.shape[0]),
+        vocab_size=decoder.vocab_size,
         hidden_size=decoder.hidden_size,
         intermediate_size=int(getattr(text, "intermediate_size", None) or decoder.hidden_size),
         num_layers=len(decoder.sites),

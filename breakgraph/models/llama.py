@@ -152,6 +152,11 @@ class LlamaDecoder(Decoder):
         return self.config.hidden_size
 
     @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return self.config.vocab_size
+
+    @property
     def heads(self) -> int:
         """Query heads of a layer."""
         return self.config.num_heads

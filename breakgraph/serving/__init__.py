@@ -1,13 +1,14 @@
 """A serving loop over both runners: `LLM` is the way in.
 
 The path of a request: `prompts` makes tokens of it, `scheduler` forms steps, `prefill_step` and `decode_step` run them
-as graphs over the paged `kv_cache`, `sampling` draws tokens on the device, `engine` keeps the host one step ahead, and
-`text` turns tokens back into text.
+as graphs over the paged `kv_cache`, `sampling` draws tokens on the device, `logits_tail` does what no graph holds (penalties,
+bias, log-probabilities), `engine` keeps the host one step ahead, and `text` turns tokens back into text.
 """
 
 from breakgraph.serving.config import EngineConfig, Graphs, SamplingPaths
 from breakgraph.serving.llm import LLM
-from breakgraph.serving.requests import Chunk, Completion, FinishReason, SamplingParams
+from breakgraph.serving.requests import Chunk, Completion, FinishReason, TokenLogprobs
+from breakgraph.serving.sampling_params import SamplingParams
 from breakgraph.serving.statistics import Statistics
 
 __all__ = [
@@ -20,4 +21,5 @@ __all__ = [
     "SamplingParams",
     "SamplingPaths",
     "Statistics",
+    "TokenLogprobs",
 ]

@@ -43,13 +43,20 @@ class Graphs(enum.Enum):
 
 
 class SamplingPaths(enum.Enum):
-    """Which decode graphs exist: each doubles the captures of a start-up."""
+    """Which decode graphs exist: each path is one more graph for every batch size and context.
+
+    A step in which a request asks for penalties, a bias or log-probabilities has graphs with ``ALL`` only; with the others it
+    runs eagerly, as NO_GRAPH, and its answers are the same.
+    """
 
     BOTH = "both"
+    """Greedy and sampled."""
     GREEDY = "greedy"
     """Argmax only; a batch that samples runs eagerly and is counted."""
     SAMPLED = "sampled"
     """The sampling path only; it serves greedy rows as well, at the price of a sort."""
+    ALL = "all"
+    """Both, and graphs that end at the logits, for steps with penalties, bias or log-probabilities."""
 
 
 _E = TypeVar("_E", bound=enum.Enum)
@@ -171,7 +178,9 @@ class EngineConfig:
         num_blocks: Blocks of the KV cache; None takes what every request can use, on CUDA as far as memory goes.
         memory_fraction: Share of a CUDA device's memory for weights, graphs and cache together.
         graphs: Graphs, or every step eagerly: a member of ``Graphs``, "on", "off", True or False.
-        sampling: Which decode graphs are captured: "both", "greedy" or "sampled".
+        sampling: Which decode graphs are captured: "both", "greedy", "sampled" or "all". Penalties, ``logit_bias`` and
+            ``logprobs`` of a request make the decode steps of its whole batch run eagerly, counted as NO_GRAPH, unless it is
+            "all".
         prefill_sizes: Token buckets of prefill; None takes a ladder for the device.
         contexts: Context buckets of decode below ``max_seq_len``, for an attention in plain torch, which pays for
             the context that its graph was made for; None takes powers of four from 256.

@@ -1,12 +1,13 @@
 """A decode step: one token for every request, from its last token to the next, in one graph.
 
 Embedding, layers, final norm, logits, sampling and the write of the token back to the token table are all
-captured. The host hands over rows, positions, slots, block tables and sampling parameters, never a token.
+captured. The host hands over rows, positions, slots, block tables and sampling parameters, never a token. Where a request
+asks for penalties, a bias or log-probabilities, the graph ends at the logits and `logits_tail` does the rest.
 """
 
 from __future__ import annotations
 
-import itertools
+import enum
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,13 +19,15 @@ import torch
 from breakgraph.capture_window import CaptureProgress
 from breakgraph.decode_runner import DecodeRunner, Example
 from breakgraph.errors import InternalError
-from breakgraph.graph_key import GraphKey
+from breakgraph.graph_key import GraphKey, SampleType
 from breakgraph.models.attention import Attention, DecodeState, KVLayer
 from breakgraph.serving.block_tables import BlockTables
 from breakgraph.serving.config import EngineConfig, Graphs, SamplingPaths, Sizes
 from breakgraph.serving.device_state import PADDING_ROW, DeviceState, PendingTokens, sampling_columns
 from breakgraph.serving.kv_cache import NULL_BLOCK, BlockAllocator, blocks_for
+from breakgraph.serving.logits_tail import LogitsTail, needs_logits
 from breakgraph.serving.padding import PaddingRequest
+from breakgraph.serving.requests import Request
 from breakgraph.serving.sampling import greedy, sample
 from breakgraph.serving.scheduler import DecodeBatch
 from breakgraph.static_buffers import REQUESTS, Pad, StaticInput
@@ -34,19 +37,53 @@ __all__ = ["DecodeStep", "decode_keys"]
 _CONTEXT = "context"
 
 
+class StepEnd(enum.Enum):
+    """How a decode step ends."""
+
+    GREEDY = "greedy"
+    SAMPLED = "sampled"
+    LOGITS = "logits"
+    """Nothing is drawn, and the token table is left alone: both are done with what the step returns."""
+
+    def key(self, batch_size: int, *, context: int) -> GraphKey:
+        """The key of a step that ends so.
+
+        Args:
+            batch_size: Its requests.
+            context: Its context bucket.
+        """
+        return GraphKey(
+            batch_size,
+            sample_type=SampleType.FULL if self is StepEnd.LOGITS else SampleType.FAST,
+            is_all_greedy_sample=self is StepEnd.GREEDY,
+            extra=((_CONTEXT, context),),
+        )
+
+    @classmethod
+    def of(cls, key: GraphKey) -> StepEnd:
+        """How a step of this key ends.
+
+        Args:
+            key: From `key`.
+        """
+        if key.sample_type is SampleType.FULL:
+            return cls.LOGITS
+        return cls.GREEDY if key.is_all_greedy_sample else cls.SAMPLED
+
+
 @attrs.define(eq=False)
 class DecodeLive:
     """Live data of a step. The graph needs none of it; planning does, and so does an eager run.
 
     Attributes:
-        greedy: Argmax instead of the sampling path.
+        end: How the step ends.
         context: The context bucket.
         block_tables: int32 ``(requests, blocks of the longest)``.
         seq_lens: int64 ``(requests,)``, this step's token included.
         attention: State of the attention for the rows that the step computes; set by planning.
     """
 
-    greedy: bool
+    end: StepEnd
     context: int
     block_tables: npt.NDArray[np.int32]
     seq_lens: npt.NDArray[np.int64]
@@ -96,6 +133,7 @@ class DecodeStep:
 
     Args:
         state: Model, cache and token table.
+        tail: Ends steps on their logits; the one of prefill as well.
         sizes: The engine's sizes.
         config: Graphs on or off, sampling paths, when to verify.
         allocator: Where the padding request gets its block from.
@@ -109,12 +147,14 @@ class DecodeStep:
         self,
         state: DeviceState,
         *,
+        tail: LogitsTail,
         sizes: Sizes,
         config: EngineConfig,
         allocator: BlockAllocator,
         progress: Callable[[CaptureProgress], None] | None = None,
     ) -> None:
         self._state = state
+        self._tail = tail
         self._sizes = sizes
         self._paths = config.sampling
         self._padding = PaddingRequest(
@@ -172,23 +212,30 @@ class DecodeStep:
             Their tokens, in the order of the batch.
         """
         requests = batch.requests
-        greedy_only = all(request.params.temperature == 0 for request in requests)
         rows = np.array([request.row for request in requests], dtype=np.int64)
         live = DecodeLive(
-            greedy=greedy_only and self._paths is not SamplingPaths.SAMPLED,
+            end=self._end(requests),
             context=self.context(len(requests), longest=max(batch.lengths)),
             block_tables=self._tables.take(requests, rows=rows),
             seq_lens=np.array(batch.lengths, dtype=np.int64),
         )
-        key = GraphKey(len(requests), is_all_greedy_sample=live.greedy, extra=((_CONTEXT, live.context),))
-        columns = {} if live.greedy else sampling_columns(requests)
+        columns = sampling_columns(requests) if live.end is StepEnd.SAMPLED else {}
         prepared = self.runner.prepare(
             self._inputs(rows, live=live, columns=columns),
-            key=key,
+            key=live.end.key(len(requests), context=live.context),
             live={"step": live},
             opt_out=self._state.decoder.eager_decode,
         )
-        return PendingTokens(self.runner.launch(prepared).output)
+        output: torch.Tensor = self.runner.launch(prepared).output
+        if live.end is StepEnd.LOGITS:
+            return self._tail.following(output, requests, positions=live.seq_lens)
+        return PendingTokens(output)
+
+    def _end(self, requests: Sequence[Request]) -> StepEnd:
+        if needs_logits(requests):
+            return StepEnd.LOGITS
+        greedy_only = all(request.params.temperature == 0 for request in requests)
+        return StepEnd.GREEDY if greedy_only and self._paths is not SamplingPaths.SAMPLED else StepEnd.SAMPLED
 
     def context(self, batch: int, *, longest: int) -> int:
         """The context bucket of a step.
@@ -223,7 +270,10 @@ class DecodeStep:
         hidden = decoder.embed(last_token.index_select(0, rows))
         hidden = decoder(hidden, positions=positions, slots=slots, kv=self._state.cache.layers, attend=attend)
         logits = decoder.logits(hidden)
-        tokens = greedy(logits) if step.greedy else sample(logits, position=positions + 1, **sampling)
+        if step.end is StepEnd.LOGITS:
+            return logits
+        greedy_only = step.end is StepEnd.GREEDY
+        tokens = greedy(logits) if greedy_only else sample(logits, position=positions + 1, **sampling)
         last_token.index_copy_(0, rows, tokens)
         return tokens
 
@@ -277,8 +327,8 @@ class DecodeStep:
         for row, length in enumerate(lengths):
             blocks = blocks_for(int(length), block_size=sizes.block_size)
             tables[row, :blocks] = NULL_BLOCK + 1 + row * share + np.arange(blocks)
-        live = DecodeLive(greedy=key.is_all_greedy_sample, context=context, block_tables=tables, seq_lens=lengths)
-        columns = {} if live.greedy else self._example_columns(batch)
+        live = DecodeLive(end=StepEnd.of(key), context=context, block_tables=tables, seq_lens=lengths)
+        columns = self._example_columns(batch) if live.end is StepEnd.SAMPLED else {}
         rows = np.arange(1, batch + 1, dtype=np.int64)
         inputs = self._inputs(rows, live=live, columns=columns)
         self._written.note(inputs["slots"].numpy())
@@ -298,23 +348,30 @@ class DecodeStep:
 def decode_keys(
     sizes: Sizes, *, paths: SamplingPaths, contexts: Mapping[int, Sequence[int]] | None = None
 ) -> tuple[GraphKey, ...]:
-    """Lists the graphs of a decode runner: batch buckets, sampling paths and context buckets, combined.
+    """Lists the graphs of a decode runner: batch buckets, ends of a step and context buckets, combined.
 
     Args:
         sizes: The engine's sizes.
-        paths: Which sampling paths are captured.
+        paths: Which ends of a step are captured.
         contexts: Context buckets of each batch bucket; None takes those of `sizes` for all.
+
+    Returns:
+        The keys, smallest first.
     """
-    greedy_values = {SamplingPaths.BOTH: (False, True), SamplingPaths.GREEDY: (True,), SamplingPaths.SAMPLED: (False,)}
-    keys = (
-        GraphKey.product(
-            [batch],
-            is_all_greedy_sample=greedy_values[paths],
-            extra=[((_CONTEXT, context),) for context in (sizes.contexts if contexts is None else contexts[batch])],
+    ends = {
+        SamplingPaths.BOTH: (StepEnd.GREEDY, StepEnd.SAMPLED),
+        SamplingPaths.GREEDY: (StepEnd.GREEDY,),
+        SamplingPaths.SAMPLED: (StepEnd.SAMPLED,),
+        SamplingPaths.ALL: tuple(StepEnd),
+    }[paths]
+    return tuple(
+        sorted(
+            end.key(size, context=context)
+            for size in sizes.decode.sizes
+            for context in (sizes.contexts if contexts is None else contexts[size])
+            for end in ends
         )
-        for batch in sizes.decode.sizes
     )
-    return tuple(itertools.chain.from_iterable(keys))
 
 
 def _contexts(sizes: Sizes, attention: Attention, *, batch: int) -> tuple[int, ...]:
@@ -337,7 +394,7 @@ def _declared(state: DeviceState, *, sizes: Sizes) -> Sequence[StaticInput]:
         StaticInput("positions", shape=per_request),
         StaticInput("slots", shape=per_request, pad=Pad.keep_out(null_slot)),
         *(() if state.attention.plans_decode else (tables, lengths)),
-        # A batch that is all greedy leaves the rest out.
+        # A step that draws nothing, or takes the most probable tokens, leaves the rest out.
         StaticInput("temperature", shape=per_request, dtype=torch.float32, default=0.0),
         StaticInput("top_k", shape=per_request, default=0),
         StaticInput("top_p", shape=per_request, dtype=torch.float64, pad=Pad.value(1.0), default=1.0),

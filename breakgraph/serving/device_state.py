@@ -13,9 +13,9 @@ import torch
 from breakgraph.models.attention import Attention
 from breakgraph.models.decoder import Decoder
 from breakgraph.serving.kv_cache import KVCache
-from breakgraph.serving.requests import Request
+from breakgraph.serving.requests import Request, TokenLogprobs
 
-__all__ = ["PADDING_ROW", "DeviceState", "PendingTokens", "sampling_columns", "upload"]
+__all__ = ["PADDING_ROW", "DeviceState", "PendingLogprobs", "PendingTokens", "sampling_columns", "upload"]
 
 PADDING_ROW = 0
 """The row of the token table that padding rows read and write; no request owns it."""
@@ -44,30 +44,73 @@ class DeviceState:
         return self.last_token.device
 
 
+class PendingLogprobs:
+    """Log-probabilities on their way to the host.
+
+    Args:
+        wanted: For each row, how many alternatives it asked for; None: not even the token's own.
+        chosen: ``(rows,)`` float32 on the device, of the tokens.
+        top: ``(rows, most)`` int64, the most probable tokens, most probable first.
+        top_values: ``(rows, most)`` float32, theirs.
+    """
+
+    def __init__(
+        self, wanted: Sequence[int | None], *, chosen: torch.Tensor, top: torch.Tensor, top_values: torch.Tensor
+    ) -> None:
+        self._wanted = tuple(wanted)
+        self._chosen, self._top, self._top_values = _to_host(chosen), _to_host(top), _to_host(top_values)
+
+    def read(self, token_ids: Sequence[int]) -> list[TokenLogprobs | None]:
+        """What each row asked for. The copies must have arrived.
+
+        Args:
+            token_ids: The tokens of the rows.
+        """
+        columns = (self._chosen.tolist(), self._top.tolist(), self._top_values.tolist())
+        return [
+            None if wanted is None else TokenLogprobs(token_id, value, tuple(zip(top[:wanted], values, strict=False)))
+            for wanted, token_id, value, top, values in zip(self._wanted, token_ids, *columns, strict=True)
+        ]
+
+
 class PendingTokens:
     """Sampled tokens on their way to the host.
 
     Args:
         tokens: ``(rows,)`` int64 on the device; may be overwritten once this object is made.
+        logprobs: On their way already, on the same stream; None where no row asked for them.
+
+    Attributes:
+        logprobs: Of each row, after `wait`; None for a row that did not ask for them.
     """
 
-    def __init__(self, tokens: torch.Tensor) -> None:
+    def __init__(self, tokens: torch.Tensor, *, logprobs: PendingLogprobs | None = None) -> None:
+        self._host = _to_host(tokens)
+        self._logprobs = logprobs
         self._event: torch.cuda.Event | None = None
         if tokens.is_cuda:
-            # Page-locked memory comes from torch's caching allocator; this costs a few microseconds.
-            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self._host.copy_(tokens, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
-        else:
-            self._host = tokens.clone()
+        self.logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
 
     def wait(self) -> list[int]:
-        """Waits until the copy has arrived and returns the tokens."""
+        """Waits until the copies have arrived and returns the tokens."""
         if self._event is not None:
             self._event.synchronize()
         result: list[int] = self._host.tolist()
+        if self._logprobs is not None:
+            self.logprobs = self._logprobs.read(result)
         return result
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Starts a copy into memory that nothing else writes; from a CPU it has arrived."""
+    if not tensor.is_cuda:
+        return tensor.clone()
+    # Page-locked memory comes from torch's caching allocator; this costs a few microseconds.
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    return host
 
 
 def upload(array: npt.NDArray[Any], *, device: torch.device) -> torch.Tensor:

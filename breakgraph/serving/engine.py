@@ -19,13 +19,15 @@ import attrs
 import torch
 
 from breakgraph.capture_window import CaptureProgress
-from breakgraph.errors import InternalError
+from breakgraph.errors import ConfigError, InternalError
 from breakgraph.serving.config import EngineConfig, Graphs, Sizes
 from breakgraph.serving.decode_step import DecodeStep
 from breakgraph.serving.device_state import DeviceState, PendingTokens
 from breakgraph.serving.kv_cache import BlockAllocator
+from breakgraph.serving.logits_tail import LogitsTail
 from breakgraph.serving.prefill_step import PrefillStep
-from breakgraph.serving.requests import FinishReason, Request, RequestState, SamplingParams
+from breakgraph.serving.requests import FinishReason, Request, RequestState, TokenLogprobs
+from breakgraph.serving.sampling_params import SamplingParams
 from breakgraph.serving.scheduler import DecodeBatch, PrefillBatch, Scheduler
 from breakgraph.serving.statistics import Counters, Statistics, collect
 
@@ -41,10 +43,12 @@ class Token:
     Attributes:
         request: Whose.
         token_id: The token.
+        logprobs: How probable the model found it; None where ``SamplingParams.logprobs`` is.
     """
 
     request: Request
     token_id: int
+    logprobs: TokenLogprobs | None = None
 
 
 @attrs.define(eq=False)
@@ -98,10 +102,16 @@ class Engine:
         self.sizes = sizes
         self._eos = frozenset(eos_token_ids)
         self._graphs = config.graphs
-        self.prefill = PrefillStep(state, sizes=sizes, config=config, progress=_named("prefill", progress))
+        tail = LogitsTail(state)
+        self.prefill = PrefillStep(state, tail=tail, sizes=sizes, config=config, progress=_named("prefill", progress))
         self._allocator = BlockAllocator(sizes.num_blocks)
         self.decode = DecodeStep(
-            state, sizes=sizes, config=config, allocator=self._allocator, progress=_named("decode", progress)
+            state,
+            tail=tail,
+            sizes=sizes,
+            config=config,
+            allocator=self._allocator,
+            progress=_named("decode", progress),
         )
         self._scheduler = Scheduler(
             self._allocator,
@@ -182,9 +192,10 @@ class Engine:
             The request, as a handle.
 
         Raises:
-            ConfigError: It could never run.
+            ConfigError: It could never run, or its bias names a token that the model does not have.
         """
         prompt = tuple(prompt_ids)
+        _check_bias(params, vocab_size=self.state.decoder.vocab_size)
         request = Request(
             prompt_ids=prompt,
             params=params,
@@ -264,22 +275,34 @@ class Engine:
     def _read(self, step: _InFlight) -> list[Token]:
         begin = time.perf_counter()
         token_ids = step.tokens.wait() if step.tokens is not None else []
+        logprobs = step.tokens.logprobs if step.tokens is not None else []
         self._counters.waited(step.batch, seconds=time.perf_counter() - begin)
         for request in step.releases:
             self._scheduler.release(request)
         tokens = []
-        for request, token_id in zip(step.batch.sampled, token_ids, strict=True):
+        for request, token_id, logprob in zip(step.batch.sampled, token_ids, logprobs, strict=True):
             if request.state is RequestState.FINISHED:
                 self._counters.discarded_tokens += 1
                 continue
             request.output_ids.append(token_id)
-            tokens.append(Token(request, token_id))
+            tokens.append(Token(request, token_id, logprob))
             if token_id in request.stop_ids:
                 self.finish(request, reason=FinishReason.STOP)
             elif len(request.output_ids) == request.max_new_tokens:
                 self.finish(request, reason=FinishReason.LENGTH)
         self._counters.generated_tokens += len(tokens)
         return tokens
+
+
+def _check_bias(params: SamplingParams, *, vocab_size: int) -> None:
+    beyond = [token for token, _ in params.logit_bias if token >= vocab_size]
+    if beyond:
+        raise ConfigError(
+            f"SamplingParams.logit_bias has token {beyond[0]}; the model's tokens are 0 to {vocab_size - 1}"
+            f" (a vocabulary of {vocab_size}).",
+            why="There is no logit that it could be added to.",
+            fix="Take it out; or use the tokenizer of this model to find the token.",
+        )
 
 
 def _named(

@@ -19,7 +19,8 @@ from breakgraph.models.weights import OpenedModel, open_model
 from breakgraph.serving.config import engine_config, sequence_limit
 from breakgraph.serving.engine import Engine, Token
 from breakgraph.serving.prompts import Prompt, encode, prompts_of
-from breakgraph.serving.requests import Chunk, Completion, FinishReason, Request, SamplingParams
+from breakgraph.serving.requests import Chunk, Completion, FinishReason, Request, TokenLogprobs
+from breakgraph.serving.sampling_params import SamplingParams
 from breakgraph.serving.scheduler import check_prompt
 from breakgraph.serving.startup import build_engine, choose_device
 from breakgraph.serving.statistics import Statistics
@@ -287,14 +288,23 @@ class LLM:
             if answer.text.stopped:
                 self.engine.finish(request, reason=FinishReason.STOP)
                 request.finish_reason = FinishReason.STOP  # also where the same token was the last one allowed
+        logprobs = None if token.logprobs is None else (token.logprobs,)
         if request.finish_reason is None:
-            answer.chunks.append(Chunk(text=text, token_ids=(token.token_id,)))
+            answer.chunks.append(Chunk(text=text, token_ids=(token.token_id,), logprobs=logprobs))
         else:
-            self._close(answer, token_ids=(token.token_id,), reason=request.finish_reason, text=text)
+            self._close(answer, token_ids=(token.token_id,), reason=request.finish_reason, text=text, logprobs=logprobs)
 
-    def _close(self, answer: _Answer, *, token_ids: tuple[int, ...], reason: FinishReason, text: str = "") -> None:
+    def _close(
+        self,
+        answer: _Answer,
+        *,
+        token_ids: tuple[int, ...],
+        reason: FinishReason,
+        text: str = "",
+        logprobs: tuple[TokenLogprobs, ...] | None = None,
+    ) -> None:
         rest = answer.text.finish() if answer.text is not None else ""
-        answer.chunks.append(Chunk(text=text + rest, token_ids=token_ids, finish_reason=reason))
+        answer.chunks.append(Chunk(text=text + rest, token_ids=token_ids, finish_reason=reason, logprobs=logprobs))
         answer.request.finish_reason = reason
         del self._answers[answer.request]
 
@@ -359,9 +369,11 @@ def _completion(answer: _Answer) -> Completion:
     chunks, request = answer.chunks, answer.request
     if request.finish_reason is None:
         raise InternalError("a request left the engine without a reason.")
+    logprobs = tuple(one for chunk in chunks for one in chunk.logprobs or ())
     return Completion(
         text="".join(chunk.text for chunk in chunks),
         token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
         finish_reason=request.finish_reason,
         prompt_token_ids=request.prompt_ids,
+        logprobs=logprobs if request.params.logprobs is not None else None,
     )

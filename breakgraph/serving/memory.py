@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import attrs
+import numpy as np
 import torch
 
 from breakgraph.errors import ConfigError
@@ -12,8 +13,10 @@ from breakgraph.replay_context import eager_step
 from breakgraph.serving.config import EngineConfig, Graphs, Sizes
 from breakgraph.serving.device_state import DeviceState
 from breakgraph.serving.kv_cache import KVCache
+from breakgraph.serving.logits_tail import LogitsTail
 from breakgraph.serving.prefill_step import example_layout, prefill_body
-from breakgraph.serving.sampling import sample
+from breakgraph.serving.requests import Request
+from breakgraph.serving.sampling_params import SamplingParams
 
 __all__ = ["MemorySplit", "measure_blocks"]
 
@@ -44,7 +47,7 @@ class MemorySplit:
 def measure_blocks(
     decoder: Decoder, *, attention: Attention, sizes: Sizes, config: EngineConfig, block_bytes: int
 ) -> tuple[int, MemorySplit]:
-    """Runs the largest prefill and the largest sampling eagerly and divides what is left into blocks.
+    """Runs the largest prefill and the largest end of a step eagerly and divides what is left into blocks.
 
     Args:
         decoder: The model, on a CUDA device.
@@ -87,7 +90,7 @@ def measure_blocks(
 
 
 def _run_largest(decoder: Decoder, *, attention: Attention, sizes: Sizes) -> None:
-    """One eager prefill of the most tokens over a cache of the null block alone, then sampling of the most rows."""
+    """One eager prefill of the most tokens over a cache of the null block alone, then the end of a step of the most rows."""
     device = decoder.device
     tokens = max(sizes.max_num_tokens, 1)
     cache = KVCache(1, block_size=sizes.block_size, shapes=decoder.kv_shapes, dtype=decoder.dtype, device=device)
@@ -108,7 +111,10 @@ def _run_largest(decoder: Decoder, *, attention: Attention, sizes: Sizes) -> Non
             hidden = prefill_body(state, layers=cache.layers)(
                 hidden=decoder.embed(zeros), positions=zeros, slots=zeros, batch=batch
             )
-        some = torch.zeros(rows, dtype=torch.int64, device=device)
         logits = decoder.logits(hidden[:1].expand(rows, -1))
-        ones = torch.ones(rows, dtype=torch.float64, device=device)
-        sample(logits, temperature=ones.float(), top_k=some, top_p=ones, min_p=ones, seed=some, position=some)
+        # With everything that a request may ask for: the tables of penalties are there from their first request on.
+        params = SamplingParams(temperature=1.0, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=20)
+        requests = [
+            Request(prompt_ids=(0,), params=params, seed=0, max_new_tokens=1, row=row + 1) for row in range(rows)
+        ]
+        LogitsTail(state).first(logits, requests, positions=np.zeros(rows, dtype=np.int64))

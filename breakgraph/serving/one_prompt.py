@@ -16,7 +16,8 @@ from breakgraph.models.weights import OpenedModel, open_model
 from breakgraph.serving.config import EngineConfig, Graphs, SamplingPaths, token_limit
 from breakgraph.serving.llm import LLM, Progress
 from breakgraph.serving.prompts import encode, has_chat_template
-from breakgraph.serving.requests import Chunk, FinishReason, SamplingParams
+from breakgraph.serving.requests import Chunk, FinishReason
+from breakgraph.serving.sampling_params import SamplingParams
 from breakgraph.serving.scheduler import check_prompt
 from breakgraph.serving.startup import choose_device
 

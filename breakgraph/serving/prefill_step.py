@@ -19,8 +19,9 @@ from breakgraph.graph_key import PrefillKey
 from breakgraph.models.attention import BatchLayout, KVLayer, Placement
 from breakgraph.prefill_runner import Example, PrefillRunner
 from breakgraph.serving.config import EngineConfig, Graphs, Sizes
-from breakgraph.serving.device_state import DeviceState, PendingTokens, sampling_columns, upload
+from breakgraph.serving.device_state import DeviceState, PendingTokens, upload
 from breakgraph.serving.kv_cache import NULL_BLOCK, blocks_for, slots_of
+from breakgraph.serving.logits_tail import LogitsTail
 from breakgraph.serving.prefill_attention import (
     MOST_CAPTURED_REQUESTS,
     CapturedAttention,
@@ -28,8 +29,6 @@ from breakgraph.serving.prefill_attention import (
     break_attend,
     captured_attend,
 )
-from breakgraph.serving.requests import Request
-from breakgraph.serving.sampling import greedy, sample
 from breakgraph.serving.scheduler import PrefillBatch
 from breakgraph.static_buffers import TOKENS, Pad, StaticInput
 
@@ -41,6 +40,7 @@ class PrefillStep:
 
     Args:
         state: Model, cache and token table.
+        tail: Ends steps on their logits; the one of decode as well.
         sizes: The engine's sizes.
         config: Graphs on or off, when to verify, and where the attention stands, as `choose` decided.
         progress: Called after each key of each capture phase.
@@ -54,11 +54,13 @@ class PrefillStep:
         self,
         state: DeviceState,
         *,
+        tail: LogitsTail,
         sizes: Sizes,
         config: EngineConfig,
         progress: Callable[[CaptureProgress], None] | None = None,
     ) -> None:
         self._state = state
+        self._tail = tail
         self._sizes = sizes
         self._generator = torch.Generator().manual_seed(0)
         self.placement = config.placement
@@ -145,22 +147,10 @@ class PrefillStep:
         last_rows = np.array([end - 1 for c, end in zip(chunks, ends, strict=True) if c.completes], dtype=np.int64)
         if not len(last_rows):
             return None
-        return self._sample(hidden.index_select(0, upload(last_rows, device=device)), batch.sampled)
-
-    def _sample(self, hidden: torch.Tensor, requests: Sequence[Request]) -> PendingTokens:
-        state = self._state
-        device = state.device
-        logits = state.decoder.logits(hidden)
-        if all(request.params.temperature == 0 for request in requests):
-            tokens = greedy(logits)
-        else:
-            columns = {name: upload(column, device=device) for name, column in sampling_columns(requests).items()}
-            # The token that is drawn here was counted when the step was formed.
-            positions = np.array([request.length - 1 for request in requests], dtype=np.int64)
-            tokens = sample(logits, position=upload(positions, device=device), **columns)
-        rows = np.array([request.row for request in requests], dtype=np.int64)
-        state.last_token.index_copy_(0, upload(rows, device=device), tokens)
-        return PendingTokens(tokens)
+        logits = state.decoder.logits(hidden.index_select(0, upload(last_rows, device=device)))
+        # The token that is drawn here was counted when the step was formed.
+        drawn = np.array([request.length - 1 for request in batch.sampled], dtype=np.int64)
+        return self._tail.first(logits, batch.sampled, positions=drawn)
 
     def _example(self, key: PrefillKey) -> Example:
         """A full bucket of new prompts, each as long as a request may be, in the blocks of the empty cache."""

@@ -10,6 +10,7 @@ import attrs
 
 from breakgraph.capture import BreakableCUDAGraph
 from breakgraph.models.via import Served
+from breakgraph.serving.logits_tail import needs_logits
 from breakgraph.serving.scheduler import DecodeBatch, PrefillBatch
 from breakgraph.statistics import RunnerStatistics
 
@@ -56,6 +57,7 @@ class Counters:
         prompt_tokens: Tokens of all prompts.
         generated_tokens: Tokens that went to a caller.
         discarded_tokens: Tokens made for requests that had ended one step before.
+        tail_steps: Steps of both kinds in which a request asked for penalties, a bias or log-probabilities.
         capture_seconds: Spent capturing.
     """
 
@@ -64,6 +66,7 @@ class Counters:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     discarded_tokens: int = 0
+    tail_steps: int = 0
     capture_seconds: float = 0.0
 
     def launched(self, batch: PrefillBatch | DecodeBatch, *, seconds: float) -> None:
@@ -72,6 +75,7 @@ class Counters:
         phase.steps += 1
         phase.tokens += batch.num_tokens
         phase.seconds += seconds
+        self.tail_steps += needs_logits(batch.sampled)
 
     def waited(self, batch: PrefillBatch | DecodeBatch, *, seconds: float) -> None:
         """Adds the time that the host waited for a step."""
@@ -98,6 +102,7 @@ class Statistics:
         discarded_tokens: Tokens made for requests that had ended one step before.
         preemptions: Times that a request lost its blocks and started again.
         capture_seconds: Spent capturing.
+        tail_steps: Steps of both kinds in which a request asked for penalties, a bias or log-probabilities.
         served: Whose code ran the model, and why; None for an engine without an `LLM`, which knows only a decoder.
     """
 
@@ -113,6 +118,7 @@ class Statistics:
     discarded_tokens: int
     preemptions: int
     capture_seconds: float
+    tail_steps: int = 0
     served: Served | None = None
 
     @property
@@ -218,4 +224,5 @@ def collect(counters: Counters, *, prefill: CountedRunner, decode: CountedRunner
         discarded_tokens=counters.discarded_tokens,
         preemptions=preemptions,
         capture_seconds=counters.capture_seconds,
+        tail_steps=counters.tail_steps,
     )
