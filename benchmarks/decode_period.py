@@ -117,9 +117,9 @@ def decode_round(case: Case, *, steps: int) -> tuple[float, list[float]]:
     batches = [case.at(length) for length in range(start, start + steps)]
     stamps, waits = [], []
     case.synchronize()
-    pending = step.launch(batches[0])
+    pending = step.run(batches[0])
     for batch in batches[1:]:
-        launched = step.launch(batch)
+        launched = step.run(batch)
         begin = time.perf_counter()
         pending.wait()
         stamps.append(time.perf_counter())
@@ -134,7 +134,7 @@ def bare_round(case: Case, *, replays: int) -> float:
     context = case.engine.decode.context(len(case.requests), longest=CONTEXT)
     key = GraphKey(len(case.requests), is_all_greedy_sample=True, extra=(("context", context),))
     graph = case.engine.decode.runner.graphs[key]
-    case.engine.decode.launch(case.at(CONTEXT)).wait()
+    case.engine.decode.run(case.at(CONTEXT)).wait()
     live = {"step": None}
     case.synchronize()
     begin = time.perf_counter()
@@ -152,7 +152,7 @@ def host_round(case: Case, *, steps: int) -> dict[str, float]:
         stack.enter_context(timed(case.engine.state.attention, "plan_decode", spent["plan_decode"]))
         stack.enter_context(timed(step.runner, "prepare", spent["prepare"]))
         stack.enter_context(timed(step.runner, "launch", spent["launch"]))
-        stack.enter_context(timed(step, "launch", spent["step"]))
+        stack.enter_context(timed(step, "run", spent["step"]))
         period, waits = decode_round(case, steps=steps)
     # The wait of step n ends the interval in which step n+1 was launched.
     plan, prepare, launch, whole = (statistics.mean(values[SETTLED + 2 :]) for values in spent.values())
@@ -185,7 +185,7 @@ def check(case: Case) -> dict[str, int]:
 
     def tokens() -> list[int]:
         state.last_token.copy_(ids)  # a step reads its input there and leaves its output
-        made = [case.engine.decode.launch(case.at(CONTEXT + number)).wait() for number in range(CHECKED_STEPS)]
+        made = [case.engine.decode.run(case.at(CONTEXT + number)).wait() for number in range(CHECKED_STEPS)]
         return [token for row in made for token in row]
 
     before = runner.statistics.replays

@@ -179,10 +179,10 @@ def decode_case(state: DeviceState, step: DecodeStep, *, batch: int, repeats: in
 
     def eager() -> list[int]:
         with runner.suspend():
-            return step.launch(work).wait()
+            return step.run(work).wait()
 
     def replay() -> list[int]:
-        return step.launch(work).wait()
+        return step.run(work).wait()
 
     before = runner.statistics.replays
     tokens = []
@@ -196,7 +196,7 @@ def decode_case(state: DeviceState, step: DecodeStep, *, batch: int, repeats: in
         "batch": batch,
         "eager": measure(eager, repeats=max(repeats // 3, 10)),
         "decode_runner": measure(replay, repeats=repeats),
-        "decode_runner_host": host_only(lambda: step.launch(work), repeats=repeats),
+        "decode_runner_host": host_only(lambda: step.run(work), repeats=repeats),
         "one_whole_graph": measure(lambda: graph.replay({"step": None}), repeats=repeats),
     }
 

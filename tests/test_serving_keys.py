@@ -47,7 +47,7 @@ def looked_up(engine: Engine, batch: DecodeBatch) -> tuple[GraphKey, str]:
     runner.prepare = prepare  # type: ignore[method-assign, assignment]
     try:
         before = runner.statistics.eager.copy()
-        engine.decode.launch(batch).wait()
+        engine.decode.run(batch).wait()
     finally:
         del runner.prepare
     return keys[0], next(iter(runner.statistics.eager - before), "")

@@ -118,15 +118,15 @@ class Tally:
         self.sampled = 0
         self.suspended: dict[str, Reason] = {}
         for phase, step in (("prefill", engine.prefill), ("decode", engine.decode)):
-            monkeypatch.setattr(step, "launch", self._counted(phase, step.launch))
+            monkeypatch.setattr(step, "prepare", self._counted(phase, step.prepare))
 
-    def _counted(self, phase: str, launch: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _counted(self, phase: str, prepare: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def counted(batch: PrefillBatch | DecodeBatch) -> Any:
             self.steps[phase] += 1
             self.tokens[phase] += batch.num_tokens
             self.sampled += len(batch.sampled)
             self.expected[phase][self._becomes(phase, batch.num_tokens)] += 1
-            return launch(batch)
+            return prepare(batch)
 
         return counted
 

@@ -31,6 +31,7 @@ from breakgraph.serving.requests import Request
 from breakgraph.serving.sampling import greedy, sample
 from breakgraph.serving.scheduler import DecodeBatch
 from breakgraph.static_buffers import REQUESTS, Pad, StaticInput
+from breakgraph.step import Prepared
 
 __all__ = ["DecodeStep", "decode_keys"]
 
@@ -88,6 +89,21 @@ class DecodeLive:
     block_tables: npt.NDArray[np.int32]
     seq_lens: npt.NDArray[np.int64]
     attention: DecodeState | None = None
+
+
+@attrs.frozen(eq=False)
+class PreparedDecode:
+    """A step whose host work is done.
+
+    Attributes:
+        requests: In row order.
+        live: Its live data, planned.
+        prepared: For the runner.
+    """
+
+    requests: Sequence[Request]
+    live: DecodeLive
+    prepared: Prepared[GraphKey]
 
 
 @attrs.define(eq=False)
@@ -202,14 +218,11 @@ class DecodeStep:
                 self.runner.capture()
         self._written.written = None
 
-    def launch(self, batch: DecodeBatch) -> PendingTokens:
-        """Puts a step on the stream.
+    def prepare(self, batch: DecodeBatch) -> PreparedDecode:
+        """Does the host work of a step: tables, positions, planning, staging.
 
         Args:
             batch: Its requests.
-
-        Returns:
-            Their tokens, in the order of the batch.
         """
         requests = batch.requests
         rows = np.array([request.row for request in requests], dtype=np.int64)
@@ -226,10 +239,29 @@ class DecodeStep:
             live={"step": live},
             opt_out=self._state.decoder.eager_decode,
         )
-        output: torch.Tensor = self.runner.launch(prepared).output
-        if live.end is StepEnd.LOGITS:
-            return self._tail.following(output, requests, positions=live.seq_lens)
+        return PreparedDecode(requests, live, prepared)
+
+    def launch(self, step: PreparedDecode) -> PendingTokens:
+        """Puts a step on the stream.
+
+        Args:
+            step: From `prepare`.
+
+        Returns:
+            The tokens, in the order of the batch.
+        """
+        output: torch.Tensor = self.runner.launch(step.prepared).output
+        if step.live.end is StepEnd.LOGITS:
+            return self._tail.following(output, step.requests, positions=step.live.seq_lens)
         return PendingTokens(output)
+
+    def run(self, batch: DecodeBatch) -> PendingTokens:
+        """`prepare`, then `launch`.
+
+        Args:
+            batch: Its requests.
+        """
+        return self.launch(self.prepare(batch))
 
     def _end(self, requests: Sequence[Request]) -> StepEnd:
         if needs_logits(requests):

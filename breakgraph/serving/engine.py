@@ -3,6 +3,9 @@
 ``step`` launches step n+1 and only then reads the tokens of step n, so the device never waits for the host. A
 request that turns out to have ended at n may thus be in n+1 already: its token of n+1 is thrown away, and its
 row and blocks come back when n+1 has been read.
+
+A step that raises ends its own requests, with the exception; the others go on. That is safe without a wait for the device: what
+the step had launched of itself runs before whatever is launched next, on one stream, so blocks may change hands at once.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ from breakgraph.serving.prefill_step import PrefillStep
 from breakgraph.serving.requests import FinishReason, Request, RequestState, TokenLogprobs
 from breakgraph.serving.sampling_params import SamplingParams
 from breakgraph.serving.scheduler import DecodeBatch, PrefillBatch, Scheduler
-from breakgraph.serving.statistics import Counters, Statistics, collect
+from breakgraph.serving.statistics import Counters, Load, Statistics, collect
+from breakgraph.serving.step_records import Laps, StepRecord
 
 __all__ = ["Engine", "Token"]
 
@@ -58,18 +62,18 @@ class _InFlight:
     Attributes:
         batch: What was launched.
         tokens: On their way; None when the step sampled nothing.
+        laps: Its parts so far.
         releases: Requests that ended meanwhile and whose blocks this step may still write.
     """
 
     batch: PrefillBatch | DecodeBatch
     tokens: PendingTokens | None
+    laps: Laps
     releases: list[Request] = attrs.field(factory=list)
 
     def holds(self, request: Request) -> bool:
         """Whether the step reads or writes the request's blocks."""
-        if isinstance(self.batch, DecodeBatch):
-            return any(request is other for other in self.batch.requests)
-        return any(request is chunk.request for chunk in self.batch.chunks)
+        return any(request is other for other in self.batch.requests)
 
 
 class Engine:
@@ -168,6 +172,11 @@ class Engine:
         return self._allocator.num_free
 
     @property
+    def longest_request(self) -> int:
+        """Most tokens of prompt and answer that one request can have: what the model, `max_seq_len` and the cache allow."""
+        return min(self.sizes.max_seq_len, self.usable_blocks * self.sizes.block_size + 1)
+
+    @property
     def usable_blocks(self) -> int:
         """Blocks that requests can hold together; the padding request of decode holds one more where it is needed."""
         return self._scheduler.usable_blocks
@@ -180,6 +189,38 @@ class Engine:
             decode=self.decode.runner,
             preemptions=self._scheduler.preemptions,
         )
+
+    def load(self) -> Load:
+        """What there is to do now."""
+        usable = self.usable_blocks
+        return Load(
+            running=self._scheduler.num_running,
+            waiting=self._scheduler.num_waiting,
+            used_blocks=usable - min(self.free_blocks, usable),
+            usable_blocks=usable,
+        )
+
+    @property
+    def recent_steps(self) -> Sequence[StepRecord]:
+        """The newest steps that were read, oldest first: at most 1,024."""
+        return tuple(self._counters.records.recent)
+
+    def check(self, prompt_ids: Sequence[int], *, params: SamplingParams) -> None:
+        """Refuses what `add` would refuse. Changes nothing and looks at nothing that a step changes: for any thread.
+
+        Args:
+            prompt_ids: The prompt's tokens.
+            params: How to go on from it.
+
+        Raises:
+            ConfigError: It could never run, or its bias names a token that the model does not have.
+        """
+        _check_bias(params, vocab_size=self.state.decoder.vocab_size)
+        prompt = len(prompt_ids)
+        self._scheduler.check(prompt, max_new_tokens=self._most_new_tokens(prompt, params))
+
+    def _most_new_tokens(self, prompt: int, params: SamplingParams) -> int:
+        return min(params.max_tokens, max(self.sizes.max_seq_len - prompt, 0))
 
     def add(self, prompt_ids: Sequence[int], *, params: SamplingParams) -> Request:
         """Queues a request.
@@ -200,7 +241,7 @@ class Engine:
             prompt_ids=prompt,
             params=params,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
-            max_new_tokens=min(params.max_tokens, max(self.sizes.max_seq_len - len(prompt), 0)),
+            max_new_tokens=self._most_new_tokens(len(prompt), params),
             stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos),
         )
         self._scheduler.add(request)
@@ -212,35 +253,58 @@ class Engine:
 
         Returns:
             The tokens read, at most one per request. A request whose ``finish_reason`` is set gets no more.
+
+        Raises:
+            Exception: What the model, a break or the device raised, unchanged. The requests that it hit have ended with
+                `FinishReason.ERROR` and that exception: those of the step that was to be launched, or, where the step in flight
+                cannot be read, all. The engine can go on; the step in flight is read by the next call.
         """
-        previous = self._in_flight
-        begin = time.perf_counter()
-        batch = self._scheduler.schedule(drained=previous is None)
+        previous, laps = self._in_flight, Laps()
+        try:
+            batch = self._scheduler.schedule(drained=previous is None)
+            if batch is None and previous is None and self._scheduler.has_unfinished:
+                raise InternalError("requests wait, nothing is in flight, and no step can be formed.")
+        except Exception as error:
+            self._fail_all(error)
+            raise
+        laps.lap("schedule")
         launched: _InFlight | None = None
         if isinstance(batch, (PrefillBatch, DecodeBatch)):
-            with torch.no_grad(), self._weights_dtype():
-                launched = self._launch(batch)
-            self._counters.launched(batch, seconds=time.perf_counter() - begin)
-        elif previous is None and self._scheduler.has_unfinished:
-            raise InternalError("requests wait, nothing is in flight, and no step can be formed.")
+            try:
+                launched = self._launch(batch, laps)
+            except Exception as error:
+                self._fail(batch.requests, error)
+                raise
         self._in_flight = launched
-        return self._read(previous) if previous is not None else []
+        if previous is None:
+            return []
+        try:
+            return self._read(previous)
+        except Exception as error:
+            self._fail_all(error)
+            raise
 
-    def finish(self, request: Request, *, reason: FinishReason) -> None:
+    def finish(self, request: Request, *, reason: FinishReason, error: BaseException | None = None) -> None:
         """Ends a request now, whatever it is doing; one that has ended already is left alone.
 
         Args:
             request: From ``add``.
             reason: Why.
+            error: With `FinishReason.ERROR`, what happened.
         """
         if request.state is RequestState.FINISHED:
             return
-        request.finish_reason = reason
+        request.finish_reason, request.error = reason, error
         self._scheduler.finish(request)
         if self._in_flight is not None and self._in_flight.holds(request):
             self._in_flight.releases.append(request)
         else:
             self._scheduler.release(request)
+
+    def check_device(self) -> None:
+        """Waits for the device, and raises where it has failed for good."""
+        if self.state.device.type == "cuda":
+            torch.cuda.synchronize(self.state.device)
 
     def defragment(self) -> int:
         """Moves blocks so that those that are held have no gap among them; steps may be in flight.
@@ -267,16 +331,43 @@ class Engine:
         finally:
             self._scheduler.clear()
 
-    def _launch(self, batch: PrefillBatch | DecodeBatch) -> _InFlight:
-        if isinstance(batch, PrefillBatch):
-            return _InFlight(batch, self.prefill.launch(batch))
-        return _InFlight(batch, self.decode.launch(batch))
+    def _fail(self, requests: Sequence[Request], error: Exception) -> None:
+        self._counters.failed_steps += 1
+        for request in requests:
+            self.finish(request, reason=FinishReason.ERROR, error=error)
+
+    def _fail_all(self, error: Exception) -> None:
+        """Ends everything without a wait: the device may be what failed."""
+        self._counters.failed_steps += 1
+        self._in_flight = None
+        for request in self._scheduler.unfinished:
+            request.finish_reason, request.error = FinishReason.ERROR, error
+        self._scheduler.clear()
+
+    def _launch(self, batch: PrefillBatch | DecodeBatch, laps: Laps) -> _InFlight:
+        for request in batch.requests:
+            if request.started is None:
+                request.started = time.perf_counter()
+        tokens: PendingTokens | None
+        with torch.no_grad(), self._weights_dtype():
+            if isinstance(batch, PrefillBatch):
+                prefill = self.prefill.prepare(batch)
+                laps.lap("prepare")
+                tokens = self.prefill.launch(prefill)
+            else:
+                decode = self.decode.prepare(batch)
+                laps.lap("prepare")
+                tokens = self.decode.launch(decode)
+        laps.lap("launch")
+        self._counters.launched(batch, seconds=sum(laps.seconds.values()))
+        return _InFlight(batch, tokens, laps)
 
     def _read(self, step: _InFlight) -> list[Token]:
-        begin = time.perf_counter()
+        laps = step.laps
+        laps.start()
         token_ids = step.tokens.wait() if step.tokens is not None else []
         logprobs = step.tokens.logprobs if step.tokens is not None else []
-        self._counters.waited(step.batch, seconds=time.perf_counter() - begin)
+        self._counters.waited(step.batch, seconds=laps.lap("wait"))
         for request in step.releases:
             self._scheduler.release(request)
         tokens = []
@@ -291,6 +382,8 @@ class Engine:
             elif len(request.output_ids) == request.max_new_tokens:
                 self.finish(request, reason=FinishReason.LENGTH)
         self._counters.generated_tokens += len(tokens)
+        laps.lap("process")
+        self._counters.read(step.batch, laps)
         return tokens
 
 

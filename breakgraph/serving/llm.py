@@ -200,6 +200,7 @@ class LLM:
                 answers.append(self._submit(prompt, params=wanted, chat=chat))
             while any(answer.request in self._answers for answer in answers):
                 self._pump()
+                _raise_error(answers)
         finally:
             self._abandon(answers)
         return [_completion(answer) for answer in answers]
@@ -231,6 +232,7 @@ class LLM:
                     yield answer.chunks.popleft()
                 if answer.request in self._answers:
                     self._pump()
+                    _raise_error([answer])
         finally:
             self._abandon([answer])
 
@@ -268,6 +270,10 @@ class LLM:
             raise InternalError("answers are waited for, and the engine has nothing to do.")
         try:
             tokens = engine.step()
+        except Exception:
+            if not self._close_failed():  # it hit requests of the engine's own callers, who look at it
+                raise
+            return
         except BaseException:
             # The step may be half launched: nothing that runs now can be trusted to go on.
             engine.reset()
@@ -276,6 +282,13 @@ class LLM:
             raise
         for token in tokens:
             self._take(token)
+
+    def _close_failed(self) -> bool:
+        """Closes the answers whose step raised; whoever reads one of them gets the exception. False: there is none."""
+        failed = [a for a in self._answers.values() if a.request.finish_reason is FinishReason.ERROR]
+        for answer in failed:
+            self._close(answer, token_ids=(), reason=FinishReason.ERROR)
+        return bool(failed)
 
     def _take(self, token: Token) -> None:
         request = token.request
@@ -363,6 +376,12 @@ def _checked_params(params: object) -> SamplingParams:
         why="SamplingParams checks names and ranges once, before anything runs.",
         fix="Give SamplingParams(max_tokens=16), of a dict SamplingParams(**options), or a list with one for each prompt.",
     )
+
+
+def _raise_error(answers: Sequence[_Answer]) -> None:
+    for answer in answers:
+        if answer.request.error is not None:
+            raise answer.request.error
 
 
 def _completion(answer: _Answer) -> Completion:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import attrs
 import numpy as np
 import torch
 
@@ -31,8 +32,22 @@ from breakgraph.serving.prefill_attention import (
 )
 from breakgraph.serving.scheduler import PrefillBatch
 from breakgraph.static_buffers import TOKENS, Pad, StaticInput
+from breakgraph.step import Prepared
 
 __all__ = ["PrefillStep", "prefill_body"]
+
+
+@attrs.frozen(eq=False)
+class PreparedPrefill:
+    """A step whose host work is done.
+
+    Attributes:
+        batch: Its chunks.
+        prepared: For the runner.
+    """
+
+    batch: PrefillBatch
+    prepared: Prepared[PrefillKey]
 
 
 class PrefillStep:
@@ -112,14 +127,11 @@ class PrefillStep:
             "batch": PrefillLive(layout) if self._captured is not None else self._state.attention.plan_prefill(layout)
         }
 
-    def launch(self, batch: PrefillBatch) -> PendingTokens | None:
-        """Puts a step on the stream.
+    def prepare(self, batch: PrefillBatch) -> PreparedPrefill:
+        """Does the host work of a step: ids, positions, slots, planning, staging.
 
         Args:
             batch: Its chunks.
-
-        Returns:
-            The tokens of ``batch.sampled``, in that order; None when no prompt is complete yet.
         """
         state, size = self._state, self._sizes.block_size
         device = state.device
@@ -142,15 +154,35 @@ class PrefillStep:
             live=self.live(layout),
             opt_out=state.decoder.eager_prefill,
         )
-        hidden: torch.Tensor = self.runner.launch(prepared).output
+        return PreparedPrefill(batch, prepared)
+
+    def launch(self, step: PreparedPrefill) -> PendingTokens | None:
+        """Puts a step on the stream.
+
+        Args:
+            step: From `prepare`.
+
+        Returns:
+            The tokens of ``batch.sampled``, in that order; None when no prompt is complete yet.
+        """
+        batch, chunks = step.batch, step.batch.chunks
+        hidden: torch.Tensor = self.runner.launch(step.prepared).output
         ends = np.cumsum([c.count for c in chunks], dtype=np.int64)
         last_rows = np.array([end - 1 for c, end in zip(chunks, ends, strict=True) if c.completes], dtype=np.int64)
         if not len(last_rows):
             return None
-        logits = state.decoder.logits(hidden.index_select(0, upload(last_rows, device=device)))
+        logits = self._state.decoder.logits(hidden.index_select(0, upload(last_rows, device=self._state.device)))
         # The token that is drawn here was counted when the step was formed.
         drawn = np.array([request.length - 1 for request in batch.sampled], dtype=np.int64)
         return self._tail.first(logits, batch.sampled, positions=drawn)
+
+    def run(self, batch: PrefillBatch) -> PendingTokens | None:
+        """`prepare`, then `launch`.
+
+        Args:
+            batch: Its chunks.
+        """
+        return self.launch(self.prepare(batch))
 
     def _example(self, key: PrefillKey) -> Example:
         """A full bucket of new prompts, each as long as a request may be, in the blocks of the empty cache."""

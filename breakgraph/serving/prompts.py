@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import cast
 
@@ -12,7 +12,7 @@ from breakgraph.errors import ConfigError
 from breakgraph.models.loaded import LoadedModel
 from breakgraph.models.weights import OpenedModel
 
-__all__ = ["Prompt", "encode", "has_chat_template", "prompts_of"]
+__all__ = ["Prompt", "encode", "encode_chat", "has_chat_template", "prompts_of"]
 
 Prompt = str | Sequence[int]
 
@@ -104,14 +104,36 @@ def encode(model: LoadedModel | OpenedModel, prompt: Prompt, *, chat: bool) -> l
     if not chat:
         ids: list[int] = tokenizer(prompt).input_ids
         return ids
+    return encode_chat(model, [{"role": "user", "content": prompt}])
+
+
+def encode_chat(model: LoadedModel | OpenedModel, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Turns a conversation into token ids, up to where the model's answer begins.
+
+    Args:
+        model: With a tokenizer.
+        messages: Each with a role and a content.
+
+    Raises:
+        ConfigError: There is no tokenizer or no template, or the template refuses the messages.
+    """
+    tokenizer = model.tokenizer
     if not has_chat_template(model):
         raise ConfigError(
-            f"{model.source} has no chat template.",
+            f"{model.source} has no {'tokenizer' if tokenizer is None else 'chat template'}.",
             why="How a conversation is written down is different for every model.",
             fix="Use chat=False and write the whole prompt yourself, or use an instruction-tuned model.",
         )
-    messages = [{"role": "user", "content": prompt}]
-    templated: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    from jinja2 import TemplateError  # what transformers renders templates with, at the first use
+
+    try:
+        templated: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    except TemplateError as error:
+        raise ConfigError(
+            f"the chat template of {model.source} refuses the messages: {error}.",
+            why="A model knows the roles, and their order, that it was trained on.",
+            fix="Change the messages accordingly.",
+        ) from error
     return templated
 
 

@@ -20,6 +20,8 @@ class FinishReason(enum.Enum):
     """``max_tokens`` were made, or the model's length is reached."""
     ABORT = "abort"
     """The caller gave up."""
+    ERROR = "error"
+    """A step that it was in raised; the request has the exception."""
 
 
 class RequestState(enum.Enum):
@@ -107,6 +109,8 @@ class Request:
         row: Its row in the engine's tables, None while waiting.
         state: Where it is in its life.
         finish_reason: Set when it is finished.
+        error: What ended it, with `FinishReason.ERROR`.
+        started: When its first step was launched, `time.perf_counter()`.
     """
 
     prompt_ids: tuple[int, ...]
@@ -121,6 +125,8 @@ class Request:
     row: int | None = None
     state: RequestState = RequestState.WAITING
     finish_reason: FinishReason | None = None
+    error: BaseException | None = None
+    started: float | None = None
 
     @property
     def length(self) -> int:

@@ -48,6 +48,11 @@ class PrefillBatch:
     chunks: tuple[PrefillChunk, ...]
 
     @property
+    def requests(self) -> tuple[Request, ...]:
+        """Requests of the step, in row order."""
+        return tuple(chunk.request for chunk in self.chunks)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of all chunks."""
         return sum(chunk.count for chunk in self.chunks)
@@ -141,6 +146,37 @@ class Scheduler:
         running = (request for request in self._running if request.state is not RequestState.FINISHED)
         return (*running, *self._waiting)
 
+    def check(self, prompt: int, *, max_new_tokens: int) -> None:
+        """Refuses what could never run; may be called from any thread.
+
+        Args:
+            prompt: Tokens of the prompt.
+            max_new_tokens: Most tokens of the answer.
+
+        Raises:
+            ConfigError: No room for one token, or more blocks than there are.
+        """
+        check_prompt(prompt, max_seq_len=self._max_seq_len)
+        # The last token is returned, never cached.
+        most = prompt + max_new_tokens - 1
+        blocks = blocks_for(most, block_size=self._block_size)
+        if blocks > self.usable_blocks:
+            raise ConfigError(
+                f"the request can grow to {most} cached tokens, {blocks} blocks; the cache has {self.usable_blocks}.",
+                why="Even alone it would run out of memory before it ends.",
+                fix="Lower max_tokens, shorten the prompt, or give the cache more blocks.",
+            )
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for blocks or rows."""
+        return len(self._waiting)
+
     def add(self, request: Request) -> None:
         """Queues a request.
 
@@ -150,17 +186,7 @@ class Scheduler:
         Raises:
             ConfigError: It could never run: no room for one token, or more blocks than there are.
         """
-        prompt = len(request.prompt_ids)
-        check_prompt(prompt, max_seq_len=self._max_seq_len)
-        # The last token is returned, never cached.
-        most = prompt + request.max_new_tokens - 1
-        blocks = blocks_for(most, block_size=self._block_size)
-        if blocks > self.usable_blocks:
-            raise ConfigError(
-                f"the request can grow to {most} cached tokens, {blocks} blocks; the cache has {self.usable_blocks}.",
-                why="Even alone it would run out of memory before it ends.",
-                fix="Lower max_tokens, shorten the prompt, or give the cache more blocks.",
-            )
+        self.check(len(request.prompt_ids), max_new_tokens=request.max_new_tokens)
         self._waiting.append(request)
 
     def schedule(self, *, drained: bool) -> PrefillBatch | DecodeBatch | Drain | None:

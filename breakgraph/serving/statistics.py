@@ -12,6 +12,7 @@ from breakgraph.capture import BreakableCUDAGraph
 from breakgraph.models.via import Served
 from breakgraph.serving.logits_tail import needs_logits
 from breakgraph.serving.scheduler import DecodeBatch, PrefillBatch
+from breakgraph.serving.step_records import Laps, StepRecords
 from breakgraph.statistics import RunnerStatistics
 
 __all__ = ["Counters", "Phase", "Statistics", "collect"]
@@ -59,6 +60,8 @@ class Counters:
         discarded_tokens: Tokens made for requests that had ended one step before.
         tail_steps: Steps of both kinds in which a request asked for penalties, a bias or log-probabilities.
         capture_seconds: Spent capturing.
+        failed_steps: Steps that raised.
+        records: Where the host was in each step.
     """
 
     prefill: Phase = attrs.field(factory=Phase)
@@ -68,6 +71,8 @@ class Counters:
     discarded_tokens: int = 0
     tail_steps: int = 0
     capture_seconds: float = 0.0
+    failed_steps: int = 0
+    records: StepRecords = attrs.field(factory=StepRecords)
 
     def launched(self, batch: PrefillBatch | DecodeBatch, *, seconds: float) -> None:
         """Counts a launched step and the host time of its launch; on a CPU that is all of its work."""
@@ -81,8 +86,30 @@ class Counters:
         """Adds the time that the host waited for a step."""
         self._phase(batch).seconds += seconds
 
+    def read(self, batch: PrefillBatch | DecodeBatch, laps: Laps) -> None:
+        """Notes where the host was in a step whose tokens have been handed out."""
+        phase = "prefill" if isinstance(batch, PrefillBatch) else "decode"
+        self.records.add(laps, phase=phase, requests=len(batch.requests), tokens=batch.num_tokens)
+
     def _phase(self, batch: PrefillBatch | DecodeBatch) -> Phase:
         return self.prefill if isinstance(batch, PrefillBatch) else self.decode
+
+
+@attrs.frozen(kw_only=True)
+class Load:
+    """What an engine has to do at one moment.
+
+    Attributes:
+        running: Requests that hold blocks.
+        waiting: Requests that wait for blocks or rows.
+        used_blocks: Blocks that requests hold.
+        usable_blocks: Blocks that requests can hold together.
+    """
+
+    running: int
+    waiting: int
+    used_blocks: int
+    usable_blocks: int
 
 
 @attrs.frozen(kw_only=True)
@@ -103,6 +130,9 @@ class Statistics:
         preemptions: Times that a request lost its blocks and started again.
         capture_seconds: Spent capturing.
         tail_steps: Steps of both kinds in which a request asked for penalties, a bias or log-probabilities.
+        failed_steps: Steps that raised; their requests ended with the exception.
+        parts: Seconds of all steps that were read, by part: schedule, prepare, launch, wait, process.
+        rows: By phase, the real rows of all replays and all their rows, padding included.
         served: Whose code ran the model, and why; None for an engine without an `LLM`, which knows only a decoder.
     """
 
@@ -119,6 +149,9 @@ class Statistics:
     preemptions: int
     capture_seconds: float
     tail_steps: int = 0
+    failed_steps: int = 0
+    parts: dict[str, float] = attrs.field(factory=dict)
+    rows: dict[str, tuple[int, int]] = attrs.field(factory=dict)
     served: Served | None = None
 
     @property
@@ -130,6 +163,11 @@ class Statistics:
     def decode_replays(self) -> int:
         """Decode steps that replayed a graph."""
         return self.decode.replays
+
+    @property
+    def padding_waste(self) -> dict[str, float]:
+        """By phase, the share of replayed rows that were padding, 0 to 1."""
+        return {phase: 1.0 - real / padded if padded else 0.0 for phase, (real, padded) in self.rows.items()}
 
     @property
     def eager_steps(self) -> int:
@@ -225,4 +263,10 @@ def collect(counters: Counters, *, prefill: CountedRunner, decode: CountedRunner
         preemptions=preemptions,
         capture_seconds=counters.capture_seconds,
         tail_steps=counters.tail_steps,
+        failed_steps=counters.failed_steps,
+        parts=dict(counters.records.totals),
+        rows={
+            name: (runner.statistics.real_rows, runner.statistics.padded_rows)
+            for name, runner in (("prefill", prefill), ("decode", decode))
+        },
     )
