@@ -30,6 +30,7 @@ def decode_engine(model: LoadedModel, *, batches: Sequence[int], max_seq_len: in
         prefill_sizes=PREFILL,
         sampling="greedy",
         measure="never",
+        prefix_reuse="off",  # runs are repeated with the same prompts, and each is to compute them
     )
     engine = build_engine(model, config=config)
     sizes = attrs.evolve(engine.sizes, decode=Buckets.of(batches))

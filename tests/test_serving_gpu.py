@@ -68,7 +68,8 @@ def test_every_step_equals_its_eager_twin(dtype: torch.dtype) -> None:
 
 def test_the_same_answers_twice_and_in_any_order() -> None:
     """A hundred steps with the host ahead, twice: the same tokens, all blocks back, and none from the device's past."""
-    llm = LLM(_model(torch.float32), **OPTIONS)
+    # Without reuse: the second time prompts would be computed in other chunks, and a draw may follow the rounding.
+    llm = LLM(_model(torch.float32), prefix_reuse="off", **OPTIONS)
     first = llm.generate(PROMPTS * 3, MIXED * 3)
     assert [a.token_ids for a in llm.generate(PROMPTS * 3, MIXED * 3)] == [a.token_ids for a in first]
     assert llm.engine.free_blocks == llm.engine.usable_blocks == 198

@@ -192,7 +192,7 @@ def _check_step(step: PrefillBatch | DecodeBatch, *, budget: int, rows: int) -> 
         assert 0 < step.num_tokens <= budget
         for chunk in step.chunks:
             assert (
-                chunk.request.known_ids(chunk.start, count=chunk.count)
+                chunk.request.known_ids(chunk.start, count=chunk.count).tolist()
                 == [
                     *chunk.request.prompt_ids,
                     *chunk.request.output_ids,

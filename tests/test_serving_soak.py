@@ -197,6 +197,8 @@ class Pair:
 class Soak:
     """Two engines that get the same requests at the same steps: one with graphs, one without.
 
+    Neither reuses prefixes, so that both schedule alike; with `shares` ours does, and most prompts have one of three beginnings.
+
     Attributes:
         ours: With graphs.
         tally: Of `ours`.
@@ -204,15 +206,18 @@ class Soak:
         reasons: How requests ended.
         agreed: Greedy tokens that both engines gave.
         moved_blocks: Blocks that were moved, with steps in flight.
+        cached_tokens: Prompt tokens that requests of `ours` found in the cache.
     """
 
-    def __init__(self, workload: Workload, monkeypatch: pytest.MonkeyPatch, *, verify: str = "first") -> None:
+    def __init__(
+        self, workload: Workload, monkeypatch: pytest.MonkeyPatch, *, verify: str = "first", shares: bool = False
+    ) -> None:
         self._workload = workload
         self._model = workload.model()
         self._exact = self._model.decoder.dtype is torch.float32
-        self.ours = LLM(self._model, verify=verify, **workload.options).engine
+        self.ours = LLM(self._model, verify=verify, prefix_reuse=shares, **workload.options).engine
         # Without graphs there is no padding request, so a block less makes the two schedule alike.
-        options = {**workload.options, "num_blocks": workload.options["num_blocks"] - 1}
+        options = {**workload.options, "num_blocks": workload.options["num_blocks"] - 1, "prefix_reuse": "off"}
         self._theirs = LLM(self._model, graphs=Graphs.OFF, **options).engine
         self.tally = Tally(self.ours, graphs=Graphs.ON, monkeypatch=monkeypatch)
         self._their_tally = Tally(self._theirs, graphs=Graphs.OFF, monkeypatch=monkeypatch)
@@ -220,12 +225,14 @@ class Soak:
         self._pairs: list[Pair] = []
         self._rate = 1.0
         self._step = 0
-        self._in_step = True
+        self._in_step = not shares  # what is found need not be computed
+        self._beginnings = [self._tokens(workload.longest_prompt // 2) for _ in range(3 * shares)]
         self._prompt_tokens = 0
         self._generated = [0, 0]
         self.differences = 0
         self.agreed = 0
         self.moved_blocks = 0
+        self.cached_tokens = 0
         self.reasons: Counter[FinishReason] = Counter()
 
     def run(self, steps: int) -> None:
@@ -292,7 +299,10 @@ class Soak:
         random, workload = self._random, self._workload
         longest = int(random.choice([4, 20, workload.longest_prompt]))
         count = workload.longest_prompt if random.random() < 0.05 else int(random.integers(1, longest, endpoint=True))
-        prompt = random.integers(0, self._model.config.vocab_size, size=count).tolist()
+        prompt = self._tokens(count)
+        if self._beginnings and random.random() < 0.7:
+            beginning = self._beginnings[random.integers(len(self._beginnings))][: random.integers(count)]
+            prompt[: len(beginning)] = beginning
         params = self._params()
         # Nothing, a prompt half computed, or an answer half made may be given up.
         abort = self._step + 1 + int(random.integers(0, 25)) if random.random() < 0.15 else None
@@ -301,6 +311,10 @@ class Soak:
         )
         assert self._pairs[-1].ours.seed == self._pairs[-1].theirs.seed
         self._prompt_tokens += count
+
+    def _tokens(self, count: int) -> list[int]:
+        ids: list[int] = self._random.integers(0, self._model.config.vocab_size, size=count).tolist()
+        return ids
 
     def _params(self) -> SamplingParams:
         random = self._random
@@ -328,6 +342,7 @@ class Soak:
         self._generated[1] += len(theirs)
         _check_end(pair.ours)
         self.reasons[pair.ours.finish_reason or FinishReason.ABORT] += 1
+        self.cached_tokens += pair.ours.cached_tokens
         greedy = pair.ours.params.temperature == 0
         if not greedy and not self._exact:
             # With a large vocabulary every rounding shifts the draw; verify="always" compares these, bit for bit.
@@ -476,6 +491,24 @@ def test_thousands_of_steps(
     summary = f"{soak.differences} near-ties; {soak.agreed} greedy tokens agree; growth {growth}"
     record_property("soak", summary)
     print(summary, f"{soak.ours.statistics().preemptions} preemptions", soak.ours.statistics().summary(), sep="\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"), [("tiny", 4000), pytest.param("1B", 800, marks=pytest.mark.gpu)], ids=lambda value: str(value)
+)
+def test_thousands_of_steps_that_share_blocks(name: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """REQ-C5, REQ-H5, FAULT-P9: the same traffic over common beginnings: tokens are those of an engine that shares nothing.
+
+    Blocks are found, evicted, moved and given up on the way; all come back, and the count of found tokens is exact.
+    """
+    soak = Soak(WORKLOADS[name], monkeypatch, shares=True)
+    soak.run(steps)
+    statistics = soak.ours.statistics()
+    assert statistics.cached_tokens == soak.cached_tokens > statistics.prompt_tokens // 20
+    assert statistics.preemptions >= WORKLOADS[name].preemptions
+    assert set(soak.reasons) == set(FinishReason)
+    assert soak.moved_blocks > 0
+    assert soak.agreed > steps // 20
 
 
 @pytest.mark.parametrize(

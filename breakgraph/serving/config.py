@@ -14,6 +14,7 @@ from breakgraph.errors import ConfigError
 from breakgraph.models.attention_types import Placement
 from breakgraph.policy import CheckAddresses, Measure, Verify
 from breakgraph.serving.kv_cache import blocks_for
+from breakgraph.serving.prefix_cache import PrefixReuse
 
 __all__ = [
     "EngineConfig",
@@ -122,16 +123,22 @@ def _member(kind: type[_E], value: object, *, name: str, why: str) -> _E:
     raise _wrong(name, value, expected=f"{', '.join(most)} or {last}", why=why)
 
 
-def _graphs(value: Graphs | str | bool) -> Graphs:
-    if isinstance(value, bool):
-        return Graphs.ON if value else Graphs.OFF
+def _switch(kind: type[_E], value: object, *, name: str, why: str) -> _E:
+    word = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
     try:
-        return Graphs(value)
+        return kind(word)
     except ValueError:
         pass
-    raise _wrong(
-        "graphs", value, expected="'on', 'off', True or False", why="It says whether steps are captured and replayed."
-    )
+    raise _wrong(name, value, expected="'on', 'off', True or False", why=why)
+
+
+def _graphs(value: Graphs | str | bool) -> Graphs:
+    return _switch(Graphs, value, name="graphs", why="It says whether steps are captured and replayed.")
+
+
+def _reuse(value: PrefixReuse | str | bool) -> PrefixReuse:
+    why = "It says whether prompts find what earlier ones left in the cache."
+    return _switch(PrefixReuse, value, name="prefix_reuse", why=why)
 
 
 def _paths(value: SamplingPaths | str) -> SamplingPaths:
@@ -178,6 +185,9 @@ class EngineConfig:
         num_blocks: Blocks of the KV cache; None takes what every request can use, on CUDA as far as memory goes.
         memory_fraction: Share of a CUDA device's memory for weights, graphs and cache together.
         graphs: Graphs, or every step eagerly: a member of ``Graphs``, "on", "off", True or False.
+        prefix_reuse: Whether a request takes over the keys and values of its first blocks from requests with the same first
+            tokens: a member of ``PrefixReuse``, "on", "off", True or False. Reused tokens were computed in other chunks, so
+            they may differ by the rounding of floats, as they do from batch to batch.
         sampling: Which decode graphs are captured: "both", "greedy", "sampled" or "all". Penalties, ``logit_bias`` and
             ``logprobs`` of a request make the decode steps of its whole batch run eagerly, counted as NO_GRAPH, unless it is
             "all".
@@ -208,6 +218,7 @@ class EngineConfig:
     num_blocks: int | None = attrs.field(default=None, validator=_at_least(2, optional=True))
     memory_fraction: float = attrs.field(default=0.9, validator=_share)
     graphs: Graphs = attrs.field(default=Graphs.ON, converter=_graphs)
+    prefix_reuse: PrefixReuse = attrs.field(default=PrefixReuse.ON, converter=_reuse)
     sampling: SamplingPaths = attrs.field(default=SamplingPaths.BOTH, converter=_paths)
     prefill_sizes: tuple[int, ...] | None = attrs.field(default=None, converter=_sizes, validator=_buckets)
     contexts: tuple[int, ...] | None = attrs.field(default=None, converter=_sizes, validator=_buckets)

@@ -125,6 +125,7 @@ class Engine:
             max_seq_len=sizes.max_seq_len,
             reserved_blocks=self.decode.reserved_blocks,
             max_chunks=self.prefill.most_requests,
+            prefix_reuse=config.prefix_reuse,
         )
         self._seeds = random.Random(config.seed)
         self._in_flight: _InFlight | None = None
@@ -168,7 +169,7 @@ class Engine:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that no request holds."""
+        """Blocks that no request holds, those included that may be found again."""
         return self._allocator.num_free
 
     @property
@@ -188,6 +189,7 @@ class Engine:
             prefill=self.prefill.runner,
             decode=self.decode.runner,
             preemptions=self._scheduler.preemptions,
+            cached_tokens=self._scheduler.prefixes.cached_tokens,
         )
 
     def load(self) -> Load:
@@ -273,7 +275,7 @@ class Engine:
             try:
                 launched = self._launch(batch, laps)
             except Exception as error:
-                self._fail(batch.requests, error)
+                self._fail(batch, error)
                 raise
         self._in_flight = launched
         if previous is None:
@@ -310,20 +312,25 @@ class Engine:
         """Moves blocks so that those that are held have no gap among them; steps may be in flight.
 
         The padding request of decode gives its block back before and takes another one afterwards: what lies in it is
-        worth no move. Cost: four kernels a layer, and a copy of the blocks that move; the host waits for nothing.
+        worth no move. Nor is what nobody holds: it can be found again where it lies, unless a block takes its place. Cost: four
+        kernels a layer, and a copy of the blocks that move; the host waits for nothing.
 
         Returns:
             How many blocks were moved.
         """
         with self.decode.runner.suspend_dummies():
             moves = self._allocator.gaps()
+            self._allocator.forget(moves.values())
             self.state.cache.move(moves)
             self._allocator.compact()
             self._scheduler.rename_blocks(moves)
         return len(moves)
 
     def reset(self) -> None:
-        """Ends everything, also after an exception in the middle of a step, so that new requests can run."""
+        """Ends everything, also after an exception in the middle of a step, so that new requests can run.
+
+        What lies in the cache cannot be trusted then, and is found no more.
+        """
         in_flight, self._in_flight = self._in_flight, None
         try:
             if in_flight is not None and in_flight.tokens is not None:
@@ -331,9 +338,10 @@ class Engine:
         finally:
             self._scheduler.clear()
 
-    def _fail(self, requests: Sequence[Request], error: Exception) -> None:
+    def _fail(self, batch: PrefillBatch | DecodeBatch, error: Exception) -> None:
         self._counters.failed_steps += 1
-        for request in requests:
+        self._scheduler.spoil(batch)  # first: what ends is published as far as it was written
+        for request in batch.requests:
             self.finish(request, reason=FinishReason.ERROR, error=error)
 
     def _fail_all(self, error: Exception) -> None:
@@ -358,6 +366,7 @@ class Engine:
                 decode = self.decode.prepare(batch)
                 laps.lap("prepare")
                 tokens = self.decode.launch(decode)
+        self._scheduler.launched(batch)
         laps.lap("launch")
         self._counters.launched(batch, seconds=sum(laps.seconds.values()))
         return _InFlight(batch, tokens, laps)

@@ -395,4 +395,5 @@ def _completion(answer: _Answer) -> Completion:
         finish_reason=request.finish_reason,
         prompt_token_ids=request.prompt_ids,
         logprobs=logprobs if request.params.logprobs is not None else None,
+        cached_tokens=request.cached_tokens,
     )

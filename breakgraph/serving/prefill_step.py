@@ -136,13 +136,17 @@ class PrefillStep:
         state, size = self._state, self._sizes.block_size
         device = state.device
         chunks = batch.chunks
-        ids = np.array([t for c in chunks for t in c.request.known_ids(c.start, count=c.count)], dtype=np.int64)
+        ids = np.concatenate([c.request.known_ids(c.start, count=c.count) for c in chunks])
         positions = np.concatenate([np.arange(c.start, c.start + c.count, dtype=np.int64) for c in chunks])
-        slots = [slots_of(c.request.blocks, start=c.start, count=c.count, block_size=size) for c in chunks]
+        tables = [np.array(c.request.blocks, dtype=np.int32) for c in chunks]
+        slots = [
+            slots_of(table, start=c.start, count=c.count, block_size=size)
+            for table, c in zip(tables, chunks, strict=True)
+        ]
         layout = BatchLayout(
             np.array([c.count for c in chunks], dtype=np.int32),
             np.array([c.start for c in chunks], dtype=np.int32),
-            [np.array(c.request.blocks, dtype=np.int32) for c in chunks],
+            tables,
         )
         prepared = self.runner.prepare(
             {
@@ -191,7 +195,7 @@ class PrefillStep:
         hidden = torch.randn(key.tokens, self._state.decoder.hidden_size, generator=self._generator)
         counts = layout.query_lens.tolist()
         slots = [
-            slots_of(blocks.tolist(), start=0, count=count, block_size=sizes.block_size)
+            slots_of(blocks, start=0, count=count, block_size=sizes.block_size)
             for blocks, count in zip(layout.block_tables, counts, strict=True)
         ]
         return Example(

@@ -5,10 +5,21 @@ from __future__ import annotations
 import enum
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 
 from breakgraph.serving.sampling_params import SamplingParams
 
-__all__ = ["Chunk", "Completion", "FinishReason", "Request", "RequestState", "SamplingParams", "TokenLogprobs"]
+__all__ = [
+    "Chunk",
+    "Completion",
+    "FinishReason",
+    "Prefix",
+    "Request",
+    "RequestState",
+    "SamplingParams",
+    "TokenLogprobs",
+]
 
 
 class FinishReason(enum.Enum):
@@ -66,6 +77,7 @@ class Completion:
         finish_reason: Why it ended.
         prompt_token_ids: What the model was given.
         logprobs: One for each token of ``token_ids``; None where ``SamplingParams.logprobs`` is.
+        cached_tokens: How many of those were not computed, since their keys and values lay in the cache.
     """
 
     text: str
@@ -73,6 +85,7 @@ class Completion:
     finish_reason: FinishReason
     prompt_token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    cached_tokens: int = 0
 
 
 @attrs.frozen(kw_only=True)
@@ -90,6 +103,25 @@ class Chunk:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+@attrs.define(eq=False)
+class Prefix:
+    """What is known of a request's full blocks in `PrefixCache`, which alone changes it.
+
+    Attributes:
+        digests: Of its first blocks, as far as they were needed; tokens never change, so they stay right when it starts again.
+        published: How many of the blocks that it holds now are shared, or published, or twins of published ones.
+        twins: Whether one of them holds what another block was published with before.
+        spoilt: Whether a step that was to write its blocks failed: no more of them may be published.
+        reused: Tokens that it found when it was first admitted; None before.
+    """
+
+    digests: list[bytes] = attrs.field(factory=list)
+    published: int = 0
+    twins: bool = False
+    spoilt: bool = False
+    reused: int | None = None
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -111,6 +143,7 @@ class Request:
         finish_reason: Set when it is finished.
         error: What ended it, with `FinishReason.ERROR`.
         started: When its first step was launched, `time.perf_counter()`.
+        prefix: What is known of its blocks in the prefix cache.
     """
 
     prompt_ids: tuple[int, ...]
@@ -127,6 +160,22 @@ class Request:
     finish_reason: FinishReason | None = None
     error: BaseException | None = None
     started: float | None = None
+    prefix: Prefix = attrs.field(factory=Prefix, repr=False)
+    _prompt: npt.NDArray[np.int64] = attrs.field(init=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._prompt = np.array(self.prompt_ids, dtype=np.int64)
+        self._prompt.setflags(write=False)  # slices of it are handed out
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were in the cache when it was first admitted; 0 before."""
+        return self.prefix.reused or 0
+
+    @property
+    def known(self) -> int:
+        """Tokens of prompt and output that the host has read."""
+        return len(self.prompt_ids) + len(self.output_ids)
 
     @property
     def length(self) -> int:
@@ -138,10 +187,18 @@ class Request:
         """Whether one more token may be launched."""
         return self.state is not RequestState.FINISHED and self.launched < self.max_new_tokens
 
-    def known_ids(self, start: int, *, count: int) -> list[int]:
-        """Token ids at positions ``start .. start + count - 1``; all must have been read by the host."""
-        prompt = len(self.prompt_ids)
-        if start + count <= prompt:
-            return list(self.prompt_ids[start : start + count])
-        tokens = [*self.prompt_ids[start:], *self.output_ids] if start < prompt else self.output_ids[start - prompt :]
-        return tokens[:count]
+    def known_ids(self, start: int, *, count: int) -> npt.NDArray[np.int64]:
+        """Token ids at positions ``start .. start + count - 1``.
+
+        Args:
+            start: The first position.
+            count: How many; all must have been read by the host.
+
+        Returns:
+            ``(count,)`` int64, not to be written: of a prompt it is a view.
+        """
+        prompt, end = len(self.prompt_ids), start + count
+        if end <= prompt:
+            return self._prompt[start:end]
+        output = np.array(self.output_ids[max(start - prompt, 0) : end - prompt], dtype=np.int64)
+        return np.concatenate((self._prompt[start:], output)) if start < prompt else output

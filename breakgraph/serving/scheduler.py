@@ -19,6 +19,7 @@ import attrs
 
 from breakgraph.errors import ConfigError, InternalError
 from breakgraph.serving.kv_cache import BlockAllocator, blocks_for
+from breakgraph.serving.prefix_cache import PrefixCache, PrefixReuse
 from breakgraph.serving.requests import Request, RequestState
 
 __all__ = ["DecodeBatch", "Drain", "PrefillBatch", "PrefillChunk", "Scheduler", "check_prompt"]
@@ -102,8 +103,10 @@ class Scheduler:
         max_seq_len: Most tokens of prompt and output of one request.
         reserved_blocks: Blocks of the allocator that requests can never have, since padding requests hold them.
         max_chunks: Most requests of a prefill step; None: no limit but the others.
+        prefix_reuse: Whether requests take over blocks of others with the same first tokens.
 
     Attributes:
+        prefixes: What full blocks can be found again.
         preemptions: How often a request lost its blocks and had to start again.
     """
 
@@ -117,7 +120,9 @@ class Scheduler:
         max_seq_len: int,
         reserved_blocks: int = 0,
         max_chunks: int | None = None,
+        prefix_reuse: PrefixReuse = PrefixReuse.OFF,
     ) -> None:
+        self.prefixes = PrefixCache(allocator, block_size=block_size, reuse=prefix_reuse)
         self._allocator = allocator
         self._reserved_blocks = reserved_blocks
         self._block_size = block_size
@@ -219,12 +224,38 @@ class Scheduler:
         self._decoded_last = True
         return DecodeBatch(batch, lengths)
 
+    def launched(self, batch: PrefillBatch | DecodeBatch) -> None:
+        """Notes that a step is on the stream: what it fills with prompts can be found by the next one.
+
+        What it fills with generated tokens is not known yet; it is published when the request takes a further block or ends.
+        Cost: of each new block, a digest.
+
+        Args:
+            batch: From ``schedule``.
+        """
+        if isinstance(batch, PrefillBatch):
+            for chunk in batch.chunks:
+                self.prefixes.publish(chunk.request)
+
+    def spoil(self, batch: PrefillBatch | DecodeBatch) -> None:
+        """Notes that the launch of a step failed: blocks that it was to fill are never published; end its requests.
+
+        Args:
+            batch: From ``schedule``, and not ``launched``. What fails after later steps were launched is for ``clear``.
+        """
+        for request in batch.requests:
+            self.prefixes.spoil(request)
+
     def finish(self, request: Request) -> None:
         """Ends a request: no step will hold it again. Its row and blocks stay until ``release``.
 
         Args:
             request: One that was added and is not finished.
         """
+        self.prefixes.publish(request)
+        self._end(request)
+
+    def _end(self, request: Request) -> None:
         if request.state is RequestState.WAITING:
             self._waiting.remove(request)
         request.state = RequestState.FINISHED
@@ -250,38 +281,53 @@ class Scheduler:
             request.blocks = [moves.get(block, block) for block in request.blocks]
 
     def clear(self) -> None:
-        """Ends every request and takes everything back; no step may be in flight."""
+        """Ends every request, takes everything back and forgets what was published; no step may be in flight."""
         for request in self.unfinished:
-            self.finish(request)
+            self._end(request)
         for request in tuple(self._running):
             self._take_back(request)
+        self._allocator.forget()
 
     def _chunks(self) -> Iterator[PrefillChunk]:
         budget = self._max_num_tokens
         for request in self._running:
             if request.state is RequestState.PREFILL and budget:
-                chunk = _chunk(request, budget=budget)
+                chunk = self._chunk(request, budget=budget)
                 budget -= chunk.count
                 yield chunk
         while budget and self._waiting and self._admit(self._waiting[0]):
-            chunk = _chunk(self._running[-1], budget=budget)
+            chunk = self._chunk(self._running[-1], budget=budget)
             budget -= chunk.count
             yield chunk
+
+    def _chunk(self, request: Request, *, budget: int) -> PrefillChunk:
+        start = request.computed
+        self.prefixes.check_write(request, start=start)
+        count = min(request.length - start, budget)
+        request.computed += count
+        completes = request.computed == request.length
+        if completes:
+            request.launched += 1
+            request.state = RequestState.DECODE
+        return PrefillChunk(request, start, count, completes)
 
     def _admit(self, request: Request) -> bool:
         # The whole prompt's blocks are taken at once: two half-done prompts could otherwise wait for one
         # another's blocks. One block per running request stays free, so that admitting this one does not force
-        # a preemption at the next block boundary.
+        # a preemption at the next block boundary. What can be shared costs nothing where others hold it.
         if not self._free_rows:
             return False
-        needed = blocks_for(request.length, block_size=self._block_size)
-        if needed + len(self._running) > self._allocator.num_free and self._running:
+        shared = self.prefixes.find(request)
+        own = blocks_for(request.length, block_size=self._block_size) - len(shared)
+        if own + self._allocator.count_idle(shared) + len(self._running) > self._allocator.num_free:
             return False
-        blocks = self._allocator.allocate(needed)
+        self._allocator.hold(shared)  # first: an idle block could be given away otherwise
+        blocks = self._allocator.allocate(own)
         if blocks is None:
-            return False
+            raise InternalError(f"{own} blocks were free and could not be had.")
         self._waiting.popleft()
-        request.blocks = blocks
+        request.blocks = shared + blocks
+        self.prefixes.admit(request, shared=len(shared))
         request.row = self._free_rows.pop()
         request.state = RequestState.PREFILL
         self._running.append(request)
@@ -293,6 +339,8 @@ class Scheduler:
             while request.state is RequestState.DECODE and len(request.blocks) * self._block_size < request.length:
                 blocks = self._allocator.allocate(1)
                 if blocks is not None:
+                    # All blocks before are full, and the host knows all tokens but the one that goes into the new block.
+                    self.prefixes.publish(request)
                     request.blocks.extend(blocks)
                 elif not drained:
                     return False
@@ -304,6 +352,7 @@ class Scheduler:
         # Recomputed later from all its tokens. With a seed per position it draws the same tokens again.
         if request.launched != len(request.output_ids):
             raise InternalError("a request was preempted while one of its tokens was in flight.")
+        self.prefixes.publish(request)
         self._take_back(request)
         request.computed = 0
         request.state = RequestState.WAITING
@@ -313,7 +362,7 @@ class Scheduler:
     def _take_back(self, request: Request) -> None:
         if request.row is None:
             raise InternalError("a request without a row was among the running ones.")
-        self._allocator.free(request.blocks)
+        self.prefixes.release(request)
         self._free_rows.append(request.row)
         self._running.remove(request)
         request.blocks = []
@@ -345,14 +394,3 @@ def check_prompt(
             why=f"Prompt and answer share {max_seq_len} positions, and one is kept for the first new token.",
             fix=fix,
         )
-
-
-def _chunk(request: Request, *, budget: int) -> PrefillChunk:
-    start = request.computed
-    count = min(request.length - start, budget)
-    request.computed += count
-    completes = request.computed == request.length
-    if completes:
-        request.launched += 1
-        request.state = RequestState.DECODE
-    return PrefillChunk(request, start, count, completes)

@@ -125,6 +125,7 @@ class Statistics:
         graphs: Graphs that were captured and may serve.
         dropped: Graphs that were not published, by name, and why.
         prompt_tokens: Tokens of all prompts.
+        cached_tokens: Those of them that were in the cache when their request was first admitted, and were not computed.
         generated_tokens: Tokens that went to a caller.
         discarded_tokens: Tokens made for requests that had ended one step before.
         preemptions: Times that a request lost its blocks and started again.
@@ -144,6 +145,7 @@ class Statistics:
     graphs: int
     dropped: dict[str, str]
     prompt_tokens: int
+    cached_tokens: int = 0
     generated_tokens: int
     discarded_tokens: int
     preemptions: int
@@ -193,6 +195,7 @@ class Statistics:
         """One line for people, with the numbers of ``as_dict``."""
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.eager.items()))
         dropped = f"; {_count(len(self.dropped), 'graph')} dropped" if self.dropped else ""
+        cached = f"; {_count(self.cached_tokens, 'prompt token')} from the cache" if self.cached_tokens else ""
         served = "" if self.served is None else f"{self.served}; "
         return (
             f"{served}{_count(self.generated_tokens, 'token')} generated; {self.prefill.summary('prefill')},"
@@ -200,7 +203,7 @@ class Statistics:
             f" {_count(self.prefill_replays + self.decode_replays, 'graph replay')}"
             f" ({self.prefill_replays} prefill, {self.decode_replays} decode),"
             f" {self.eager_steps} eager{f' ({reasons})' if reasons else ''};"
-            f" {_count(self.segments, 'segment')}, {_count(self.breaks, 'break')}{dropped}"
+            f" {_count(self.segments, 'segment')}, {_count(self.breaks, 'break')}{dropped}{cached}"
         )
 
 
@@ -227,7 +230,9 @@ class CountedRunner(Protocol):
         ...
 
 
-def collect(counters: Counters, *, prefill: CountedRunner, decode: CountedRunner, preemptions: int) -> Statistics:
+def collect(
+    counters: Counters, *, prefill: CountedRunner, decode: CountedRunner, preemptions: int, cached_tokens: int
+) -> Statistics:
     """Joins the engine's counters with those of its runners.
 
     Args:
@@ -235,6 +240,7 @@ def collect(counters: Counters, *, prefill: CountedRunner, decode: CountedRunner
         prefill: The prefill runner.
         decode: The decode runner.
         preemptions: The scheduler's count.
+        cached_tokens: That of the prefix cache.
     """
     eager: Counter[str] = Counter()
     segments = breaks = 0
@@ -258,6 +264,7 @@ def collect(counters: Counters, *, prefill: CountedRunner, decode: CountedRunner
         graphs=len(prefill.graphs) + len(decode.graphs),
         dropped=dropped,
         prompt_tokens=counters.prompt_tokens,
+        cached_tokens=cached_tokens,
         generated_tokens=counters.generated_tokens,
         discarded_tokens=counters.discarded_tokens,
         preemptions=preemptions,
