@@ -22,7 +22,7 @@ from breakgraph.serving.config import (
     sequence_limit,
     token_limit,
 )
-from breakgraph.serving.decode_step import decode_keys
+from breakgraph.serving.decode_keys import decode_keys
 from breakgraph.serving.kv_cache import blocks_for
 from breakgraph.serving.prefill_step import example_layout
 

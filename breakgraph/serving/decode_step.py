@@ -7,7 +7,6 @@ asks for penalties, a bias or log-probabilities, the graph ends at the logits an
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,10 +18,11 @@ import torch
 from breakgraph.capture_window import CaptureProgress
 from breakgraph.decode_runner import DecodeRunner, Example
 from breakgraph.errors import InternalError
-from breakgraph.graph_key import GraphKey, SampleType
-from breakgraph.models.attention import Attention, DecodeState, KVLayer
+from breakgraph.graph_key import GraphKey
+from breakgraph.models.attention import DecodeState, KVLayer
 from breakgraph.serving.block_tables import BlockTables
 from breakgraph.serving.config import EngineConfig, Graphs, SamplingPaths, Sizes
+from breakgraph.serving.decode_keys import CONTEXT, StepEnd, context_buckets, decode_keys
 from breakgraph.serving.device_state import PADDING_ROW, DeviceState, PendingTokens, sampling_columns
 from breakgraph.serving.kv_cache import NULL_BLOCK, BlockAllocator, blocks_for
 from breakgraph.serving.logits_tail import LogitsTail, needs_logits
@@ -34,42 +34,6 @@ from breakgraph.static_buffers import REQUESTS, Pad, StaticInput
 from breakgraph.step import Prepared
 
 __all__ = ["DecodeStep", "decode_keys"]
-
-_CONTEXT = "context"
-
-
-class StepEnd(enum.Enum):
-    """How a decode step ends."""
-
-    GREEDY = "greedy"
-    SAMPLED = "sampled"
-    LOGITS = "logits"
-    """Nothing is drawn, and the token table is left alone: both are done with what the step returns."""
-
-    def key(self, batch_size: int, *, context: int) -> GraphKey:
-        """The key of a step that ends so.
-
-        Args:
-            batch_size: Its requests.
-            context: Its context bucket.
-        """
-        return GraphKey(
-            batch_size,
-            sample_type=SampleType.FULL if self is StepEnd.LOGITS else SampleType.FAST,
-            is_all_greedy_sample=self is StepEnd.GREEDY,
-            extra=((_CONTEXT, context),),
-        )
-
-    @classmethod
-    def of(cls, key: GraphKey) -> StepEnd:
-        """How a step of this key ends.
-
-        Args:
-            key: From `key`.
-        """
-        if key.sample_type is SampleType.FULL:
-            return cls.LOGITS
-        return cls.GREEDY if key.is_all_greedy_sample else cls.SAMPLED
 
 
 @attrs.define(eq=False)
@@ -179,7 +143,7 @@ class DecodeStep:
             max_blocks=None if state.attention.plans_decode else sizes.max_blocks,
         )
         self._tables = BlockTables(sizes.max_batch_size + 1, max_blocks=sizes.max_blocks)
-        self._contexts = {batch: _contexts(sizes, state.attention, batch=batch) for batch in sizes.decode.sizes}
+        self._contexts = {batch: context_buckets(sizes, state.attention, batch=batch) for batch in sizes.decode.sizes}
         self._attention: dict[tuple[int, int], DecodeState] = {}
         self._random = np.random.default_rng(0)
         self._written = _ExampleSlots.of(state.cache.layers)
@@ -350,7 +314,7 @@ class DecodeStep:
     def _example(self, key: GraphKey) -> Example:
         """A full batch of sequences of random lengths, in the blocks of the empty cache."""
         sizes, batch = self._sizes, key.batch_size
-        context = dict(key.extra)[_CONTEXT]
+        context = dict(key.extra)[CONTEXT]
         assert isinstance(context, int)
         share = (sizes.num_blocks - 1) // batch
         longest = min(context, share * sizes.block_size)
@@ -375,41 +339,6 @@ class DecodeStep:
             "min_p": 0.1 * draw.random(batch),
             "seed": draw.integers(0, 2**62, size=batch),
         }
-
-
-def decode_keys(
-    sizes: Sizes, *, paths: SamplingPaths, contexts: Mapping[int, Sequence[int]] | None = None
-) -> tuple[GraphKey, ...]:
-    """Lists the graphs of a decode runner: batch buckets, ends of a step and context buckets, combined.
-
-    Args:
-        sizes: The engine's sizes.
-        paths: Which ends of a step are captured.
-        contexts: Context buckets of each batch bucket; None takes those of `sizes` for all.
-
-    Returns:
-        The keys, smallest first.
-    """
-    ends = {
-        SamplingPaths.BOTH: (StepEnd.GREEDY, StepEnd.SAMPLED),
-        SamplingPaths.GREEDY: (StepEnd.GREEDY,),
-        SamplingPaths.SAMPLED: (StepEnd.SAMPLED,),
-        SamplingPaths.ALL: tuple(StepEnd),
-    }[paths]
-    return tuple(
-        sorted(
-            end.key(size, context=context)
-            for size in sizes.decode.sizes
-            for context in (sizes.contexts if contexts is None else contexts[size])
-            for end in ends
-        )
-    )
-
-
-def _contexts(sizes: Sizes, attention: Attention, *, batch: int) -> tuple[int, ...]:
-    """Context buckets of a batch bucket, ascending."""
-    own = (context for context in attention.decode_contexts(batch_size=batch) if context < sizes.max_seq_len)
-    return tuple(sorted({*sizes.contexts, *own}))
 
 
 def _declared(state: DeviceState, *, sizes: Sizes) -> Sequence[StaticInput]:

@@ -22,7 +22,7 @@ import attrs
 import torch
 
 from breakgraph.capture_window import CaptureProgress
-from breakgraph.errors import ConfigError, InternalError
+from breakgraph.errors import InternalError
 from breakgraph.serving.config import EngineConfig, Graphs, Sizes
 from breakgraph.serving.decode_step import DecodeStep
 from breakgraph.serving.device_state import DeviceState, PendingTokens
@@ -204,7 +204,7 @@ class Engine:
 
     @property
     def recent_steps(self) -> Sequence[StepRecord]:
-        """The newest steps that were read, oldest first: at most 1,024."""
+        """The newest steps that were read, at most 1,024, oldest first."""
         return tuple(self._counters.records.recent)
 
     def check(self, prompt_ids: Sequence[int], *, params: SamplingParams) -> None:
@@ -217,7 +217,7 @@ class Engine:
         Raises:
             ConfigError: It could never run, or its bias names a token that the model does not have.
         """
-        _check_bias(params, vocab_size=self.state.decoder.vocab_size)
+        params.check_vocabulary(self.state.decoder.vocab_size)
         prompt = len(prompt_ids)
         self._scheduler.check(prompt, max_new_tokens=self._most_new_tokens(prompt, params))
 
@@ -238,7 +238,7 @@ class Engine:
             ConfigError: It could never run, or its bias names a token that the model does not have.
         """
         prompt = tuple(prompt_ids)
-        _check_bias(params, vocab_size=self.state.decoder.vocab_size)
+        params.check_vocabulary(self.state.decoder.vocab_size)
         request = Request(
             prompt_ids=prompt,
             params=params,
@@ -394,17 +394,6 @@ class Engine:
         laps.lap("process")
         self._counters.read(step.batch, laps)
         return tokens
-
-
-def _check_bias(params: SamplingParams, *, vocab_size: int) -> None:
-    beyond = [token for token, _ in params.logit_bias if token >= vocab_size]
-    if beyond:
-        raise ConfigError(
-            f"SamplingParams.logit_bias has token {beyond[0]}; the model's tokens are 0 to {vocab_size - 1}"
-            f" (a vocabulary of {vocab_size}).",
-            why="There is no logit that it could be added to.",
-            fix="Take it out; or use the tokenizer of this model to find the token.",
-        )
 
 
 def _named(

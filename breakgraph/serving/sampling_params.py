@@ -164,6 +164,24 @@ class SamplingParams:
                 "stop_token_ids", self.stop_token_ids, expected="integers of at least 0", why="They are token ids."
             )
 
+    def check_vocabulary(self, size: int) -> None:
+        """Refuses a bias of a token that the model does not have.
+
+        Args:
+            size: Of the vocabulary.
+
+        Raises:
+            ConfigError: There is one.
+        """
+        beyond = [token for token, _ in self.logit_bias if token >= size]
+        if beyond:
+            raise ConfigError(
+                f"SamplingParams.logit_bias has token {beyond[0]}; the model's tokens are 0 to {size - 1}"
+                f" (a vocabulary of {size}).",
+                why="There is no logit that it could be added to.",
+                fix="Take it out; or use the tokenizer of this model to find the token.",
+            )
+
     @property
     def penalises(self) -> bool:
         """Whether tokens that were used before are treated otherwise than others: then they have to be counted."""

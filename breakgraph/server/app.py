@@ -1,0 +1,267 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import attrs
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from breakgraph.server.answers import Answer, merged
+from breakgraph.server.bodies import read_json, until_gone
+from breakgraph.server.errors import ApiError, api_error
+from breakgraph.server.event_stream import DONE, EventStream, event, json_bytes
+from breakgraph.server.forms import ChatForm, CompletionForm, Form
+from breakgraph.server.prompting import chat_prompt, completion_prompts, sampling_params
+from breakgraph.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse
+from breakgraph.server.service import Service
+from breakgraph.server.token_texts import TokenTexts
+
+__all__ = ["create_app"]
+
+_CLIENT_GONE = 499  # nobody reads it; it is for logs and counters
+_GRACE_SECONDS = 5.0  # for the last event of a stream whose time is over
+
+
+def create_app(service: Service, *, api_key: str | None = None) -> FastAPI:
+    """Makes the application; its lifespan starts and stops the service.
+
+    Args:
+        service: Not started.
+        api_key: What clients must send as `Authorization: Bearer ...` to everything under `/v1`; None lets everybody in.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await service.start()
+        try:
+            yield
+        finally:
+            await service.stop()
+
+    app = FastAPI(title="breakgraph", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_exception_handler(ApiError, _told)
+    app.add_exception_handler(HTTPException, _told)
+    app.include_router(_api(service, api_key=api_key))
+
+    @app.get("/health")
+    async def health() -> Response:
+        reason = service.unfit
+        return _json({"status": "ok" if reason is None else reason}, status=200 if reason is None else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        text = await service.metrics_text()
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return app
+
+
+def _api(service: Service, *, api_key: str | None) -> APIRouter:
+    async def authorize(request: Request) -> None:
+        if api_key is None:
+            return
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not secrets.compare_digest(given.strip().encode(), api_key.encode()):
+            raise ApiError(
+                "The API key is missing or wrong; send it as Authorization: Bearer KEY.",
+                status=401,
+                code="invalid_api_key",
+            )
+
+    api = APIRouter(prefix="/v1", dependencies=[Depends(authorize)])
+
+    @api.get("/models")
+    async def models() -> Response:
+        return _json({"object": "list", "data": [_model(service)]})
+
+    @api.get("/models/{name:path}")
+    async def model(name: str) -> Response:
+        _check_model(service, name)
+        return _json(_model(service))
+
+    @api.post("/completions")
+    async def completions(request: Request) -> Response:
+        return await _counted(service, request, _Completions(service))
+
+    @api.post("/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await _counted(service, request, _Chat(service))
+
+    return api
+
+
+@attrs.frozen
+class _Asked:
+    """A request that was checked.
+
+    Attributes:
+        request: Its fields.
+        prompts: Token ids of each prompt.
+        form: Of its answer.
+    """
+
+    request: GenerationRequest
+    prompts: Sequence[Sequence[int]]
+    form: Form
+
+
+@attrs.frozen
+class _Completions:
+    """`/v1/completions`."""
+
+    service: Service
+
+    async def ask(self, body: dict[str, Any]) -> _Asked:
+        """Checks a body and makes tokens of its prompts."""
+        service = self.service
+        request = parse(CompletionRequest, body=body)
+        _check_model(service, request.model)
+        prompts = await service.encode(lambda: completion_prompts(request, model=service.model, limits=service.limits))
+        tokens = None if request.logprobs is None else _token_texts(service)
+        return _Asked(request, prompts, CompletionForm(model=service.name, tokens=tokens))
+
+
+@attrs.frozen
+class _Chat:
+    """`/v1/chat/completions`."""
+
+    service: Service
+
+    async def ask(self, body: dict[str, Any]) -> _Asked:
+        """Checks a body and makes tokens of its conversation."""
+        service = self.service
+        request = parse(ChatRequest, body=body)
+        _check_model(service, request.model)
+        prompt = await service.encode(lambda: chat_prompt(request, model=service.model))
+        tokens = _token_texts(service) if request.logprobs else None
+        return _Asked(request, [prompt], ChatForm(model=service.name, tokens=tokens))
+
+
+def _token_texts(service: Service) -> TokenTexts:
+    return TokenTexts(service.model.tokenizer, decode=service.token_text)
+
+
+async def _counted(service: Service, request: Request, endpoint: _Completions | _Chat) -> Response:
+    """Answers, and counts the outcome; a stream counts its own, at its end."""
+
+    def count(outcome: str) -> None:
+        service.metrics.request(request.url.path, outcome=outcome)
+
+    try:
+        response = await _answer(service, request, endpoint, count)
+    except ApiError as error:
+        count(str(error.status))
+        raise
+    if not isinstance(response, EventStream):
+        count("disconnect" if response.status_code == _CLIENT_GONE else str(response.status_code))
+    return response
+
+
+async def _answer(
+    service: Service, request: Request, endpoint: _Completions | _Chat, count: Callable[[str], None]
+) -> Response:
+    asked = await endpoint.ask(await read_json(request, limits=service.limits))
+    params = sampling_params(
+        asked.request,
+        defaults=service.model.generation,
+        room=service.room,
+        prompt_tokens=max(map(len, asked.prompts)),
+    )
+    answers = service.admit(asked.prompts, params)
+    if asked.request.streams:
+
+        def end(outcome: str) -> None:
+            service.release(answers)
+            count(outcome)
+
+        seconds = service.limits.request_seconds + _GRACE_SECONDS
+        return EventStream(_events(asked, answers), seconds=seconds, on_end=end)
+    try:
+        return await _whole(request, asked, answers)
+    finally:
+        service.release(answers)
+
+
+async def _whole(request: Request, asked: _Asked, answers: Sequence[Answer]) -> Response:
+    """The answer in one piece, unless its client goes away."""
+    collected = asyncio.create_task(_collect(asked, answers))
+    gone = asyncio.create_task(until_gone(request))
+    try:
+        await asyncio.wait({collected, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not collected.done():
+            return Response(status_code=_CLIENT_GONE)
+        return _json(collected.result())
+    except Exception as error:
+        raise api_error(error) from error
+    finally:
+        for task in (collected, gone):
+            task.cancel()
+        await asyncio.gather(collected, gone, return_exceptions=True)
+
+
+async def _collect(asked: _Asked, answers: Sequence[Answer]) -> dict[str, Any]:
+    async for index, piece in merged(answers):
+        asked.form.add(index, piece)
+    return asked.form.whole(answers)
+
+
+async def _events(asked: _Asked, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
+    form, includes_usage = asked.form, asked.request.includes_usage
+
+    def framed(chunk: dict[str, Any]) -> bytes:
+        return event(chunk | {"usage": None} if includes_usage else chunk)
+
+    try:
+        for chunk in form.opening():
+            yield framed(chunk)
+        async for index, piece in merged(answers):
+            part = form.chunk(index, piece)
+            if part is not None:
+                yield framed(part)
+        if includes_usage:
+            yield event(form.usage_chunk(answers))
+    except Exception as error:
+        yield event(api_error(error).body)
+    yield DONE
+
+
+def _model(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "breakgraph",
+        "max_model_len": service.room,
+    }
+
+
+def _check_model(service: Service, name: str) -> None:
+    if name != service.name:
+        raise ApiError(
+            f"There is no model {name!r:.120}; this server has {service.name!r}.",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+
+
+def _json(value: object, *, status: int = 200) -> Response:
+    return Response(json_bytes(value), status_code=status, media_type="application/json")
+
+
+async def _told(_: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):  # no such route, or another method
+        error = ApiError(f"{error.detail}.", status=error.status_code, code="no_such_route")
+    assert isinstance(error, ApiError)
+    response = _json(error.body, status=error.status)
+    if error.status == 401:
+        response.headers["www-authenticate"] = "Bearer"
+    if error.status == 503:
+        response.headers["retry-after"] = "1"
+    return response

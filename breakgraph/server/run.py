@@ -1,0 +1,125 @@
+"""Serves until a signal comes, then lets the answers that run come to their end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from breakgraph.errors import ConfigError
+from breakgraph.server.service import Service
+
+__all__ = ["bind", "run_server"]
+
+_SWITCH_SECONDS = 0.0005
+_AFTER_DRAIN_SECONDS = 10
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Takes the address, so that a port in use is known before a model is loaded.
+
+    Args:
+        host: Address or name.
+        port: 0 takes any that is free.
+
+    Returns:
+        A bound socket that does not listen yet.
+
+    Raises:
+        ConfigError: It cannot be had.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        made = socket.socket(family, kind, protocol)
+        try:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(address)
+        except BaseException:
+            made.close()
+            raise
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise ConfigError(
+            f"the server cannot have {host}:{port}: {error}.",
+            why="Clients would reach another program, or nothing.",
+            fix="Give another --port (0 takes any), or stop what has it.",
+        ) from None
+    return made
+
+
+def run_server(
+    app: FastAPI, *, service: Service, listener: socket.socket, on_ready: Callable[[str], None] | None = None
+) -> None:
+    """Serves until SIGINT or SIGTERM, then drains; a second signal ends it at once.
+
+    Answers may go on for `Limits.drain_seconds`; what is left then ends with an error. While it runs, Python's threads take turns
+    ten times as often as by default: the engine's thread comes back from a wait for the device, and must not stand behind text
+    for 5 ms.
+
+    Args:
+        app: From `create_app`.
+        service: The app's.
+        listener: From `bind`.
+        on_ready: Called with the address when requests are taken.
+    """
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+        server_header=False,
+        timeout_graceful_shutdown=int(service.limits.drain_seconds) + _AFTER_DRAIN_SECONDS,
+    )
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    try:
+        _Server(config, service=service, on_ready=on_ready).run(sockets=[listener])
+    finally:
+        sys.setswitchinterval(before)
+        listener.close()
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn's server, which drains the service when it is told to stop, and does not die of the signal afterwards."""
+
+    def __init__(self, config: uvicorn.Config, *, service: Service, on_ready: Callable[[str], None] | None) -> None:
+        super().__init__(config)
+        self._service = service
+        self._on_ready = on_ready
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Starts listening, then says so."""
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets=sockets)
+        if self.started and self._on_ready is not None and sockets:
+            host, port = sockets[0].getsockname()[:2]
+            self._on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal drains, the next one ends."""
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._service.drain)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handles signals while it serves, and puts back the handlers that were there."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {kind: signal.signal(kind, self.handle_exit) for kind in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for kind, handler in before.items():
+                signal.signal(kind, handler)

@@ -1,0 +1,187 @@
+"""Between HTTP and the engine's thread: admits prompts, hands out answers, and ends them."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from breakgraph.errors import ConfigError, InternalError
+from breakgraph.models.loaded import LoadedModel
+from breakgraph.server.answers import Answer
+from breakgraph.server.errors import ApiError, api_error
+from breakgraph.server.limits import Limits
+from breakgraph.server.metrics import Metrics, snapshot
+from breakgraph.serving.engine import Engine
+from breakgraph.serving.engine_thread import EngineThread, Ticket
+from breakgraph.serving.sampling_params import SamplingParams
+from breakgraph.serving.text import OutputText
+
+__all__ = ["Service"]
+
+R = TypeVar("R")
+
+
+class Service:
+    """Answers prompts from an event loop.
+
+    Args:
+        model: What the engine runs; its tokenizer is used by a thread of its own, a copy of it by the event loop.
+        engine: Captured. It belongs to the service from `start` to `stop`.
+        name: What clients call the model.
+        limits: Bounds.
+
+    Attributes:
+        model: As given.
+        name: As given.
+        limits: As given.
+        metrics: What `/metrics` shows.
+        created: When the service was made, seconds since 1970.
+    """
+
+    def __init__(self, model: LoadedModel, *, engine: Engine, name: str, limits: Limits) -> None:
+        self.model = model
+        self.name = name
+        self.limits = limits
+        self.metrics = Metrics()
+        self.created = int(time.time())
+        self._engine = engine
+        self._thread: EngineThread | None = None
+        self._draining = False
+        # A fast tokenizer may not be changed by one thread while another one uses it, and encoding changes its settings.
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="breakgraph-encode")
+        self._decoding = copy.deepcopy(model.tokenizer)
+        self._answers: dict[Answer, asyncio.TimerHandle] = {}
+
+    async def start(self) -> None:
+        """Starts the engine's thread; `stop` ends it. Once for each service."""
+        if self._thread is not None:
+            raise InternalError("a service was started twice.")
+        self._thread = EngineThread(self._engine, post=asyncio.get_running_loop().call_soon_threadsafe)
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Ends what still runs, and the thread."""
+        self._draining = True
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.stop)
+        self._encoder.shutdown()
+
+    @property
+    def room(self) -> int:
+        """Most tokens of prompt and answer that one request can have."""
+        return self._engine.longest_request
+
+    @property
+    def unfit(self) -> str | None:
+        """Why no request is taken now; None where one is."""
+        if self._thread is None or not self._thread.is_alive:
+            failure = None if self._thread is None else self._thread.failure
+            return "the engine has failed" if failure is not None else "the engine is not running"
+        return "the server is shutting down" if self._draining else None
+
+    def drain(self) -> None:
+        """Takes no more requests, and ends those that still run when the time for that is over; called on the event loop."""
+        if not self._draining:
+            self._draining = True
+            asyncio.get_running_loop().call_later(self.limits.drain_seconds, self._cut_off)
+
+    def _cut_off(self) -> None:
+        error = ApiError("The server is shutting down; the answer is not whole.", status=503, code="shutting_down")
+        for answer in self._answers:
+            answer.fail(error)
+
+    async def encode(self, function: Callable[[], R]) -> R:
+        """Runs what uses the model's tokenizer in its thread.
+
+        Args:
+            function: Makes token ids of something.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._encoder, function)
+
+    def admit(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Answer]:
+        """Hands prompts to the engine, all of them or none.
+
+        Args:
+            prompts: Token ids of each.
+            params: For all of them.
+
+        Returns:
+            Their answers. Each must be read to its end, or `release` must be called.
+
+        Raises:
+            ApiError: A prompt can never run (400), or the queue is full or the engine does not run (503).
+        """
+        reason, thread = self.unfit, self._thread
+        if reason is not None or thread is None:
+            raise ApiError(f"No request is taken: {reason}.", status=503, code="not_serving")
+        most = self._engine.sizes.max_batch_size + self.limits.max_queue
+        if len(self._answers) + len(prompts) > most:
+            raise ApiError(
+                f"{len(self._answers)} prompts wait or run already; at most {most} are taken. Try again later.",
+                status=503,
+                code="queue_full",
+            )
+        try:
+            for prompt in prompts:
+                self._engine.check(prompt, params=params)
+        except ConfigError as error:
+            raise api_error(error) from None
+        return [self._submit(thread, prompt, params) for prompt in prompts]
+
+    def _submit(self, thread: EngineThread, prompt: Sequence[int], params: SamplingParams) -> Answer:
+        ticket = Ticket(prompt_ids=prompt, params=params, deliver=_nobody)
+        text = None
+        if self._decoding is not None:
+            text = OutputText(self._decoding, prompt_ids=prompt, stop=params.stop)
+        answer = Answer(ticket, text=text, cancel=thread.cancel, on_token=self.metrics.between_tokens)
+        ticket.deliver = answer.take
+        seconds = self.limits.request_seconds
+        late = ApiError(f"The answer was not there within {seconds:g} s.", status=504, code="timeout")
+        self._answers[answer] = asyncio.get_running_loop().call_later(seconds, answer.fail, late)
+        thread.submit(ticket)
+        return answer
+
+    def release(self, answers: Sequence[Answer]) -> None:
+        """Ends what of these still runs, and counts them.
+
+        Args:
+            answers: From `admit`.
+        """
+        for answer in answers:
+            deadline = self._answers.pop(answer, None)
+            if deadline is not None:
+                deadline.cancel()
+                answer.end()
+                self.metrics.answered(answer)
+
+    def token_text(self, token_id: int) -> str:
+        """The text of a token by itself; special ones by their name.
+
+        Args:
+            token_id: The token.
+        """
+        if self._decoding is None:
+            return ""
+        text: str = self._decoding.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    async def metrics_text(self) -> bytes:
+        """Everything that `/metrics` shows.
+
+        Raises:
+            ApiError: The engine does not run.
+        """
+        if self._thread is None:
+            raise ApiError("The engine is not running.", status=503, code="not_serving")
+        try:
+            return self.metrics.text(await asyncio.wrap_future(self._thread.call(snapshot)))
+        except InternalError as error:
+            raise ApiError(f"The engine does not run: {error.what}", status=503, code="not_serving") from None
+
+
+def _nobody(update: object) -> None:
+    raise InternalError("an update came before its answer was there.")
