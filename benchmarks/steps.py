@@ -30,6 +30,7 @@ from breakgraph.capture import GraphPool
 from breakgraph.models.attention import BatchLayout
 from breakgraph.models.weights import random_model
 from breakgraph.serving.config import EngineConfig
+from breakgraph.serving.decode_keys import StepEnd
 from breakgraph.serving.decode_step import DecodeStep
 from breakgraph.serving.device_state import DeviceState
 from breakgraph.serving.engine import Engine
@@ -191,7 +192,8 @@ def decode_case(state: DeviceState, step: DecodeStep, *, batch: int, repeats: in
         tokens.append(run())
     assert tokens[0] == tokens[1] or batch > 1  # more rows may be tiled otherwise without padding
     assert runner.statistics.replays == before + 1
-    graph = next(graph for key, graph in runner.graphs.items() if key.batch_size == batch and key.is_all_greedy_sample)
+    context = step.context(batch, longest=max(work.lengths))
+    graph = runner.graphs[StepEnd.GREEDY.key(batch, context=context)]
     return {
         "batch": batch,
         "eager": measure(eager, repeats=max(repeats // 3, 10)),

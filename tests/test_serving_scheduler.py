@@ -23,10 +23,17 @@ def _request(prompt: int, *, new: int = 4) -> Request:
 
 
 def _scheduler(
-    blocks: int = 64, *, rows: int = 4, tokens: int = 16, length: int = 64
+    blocks: int = 64, *, rows: int = 4, tokens: int = 16, length: int = 64, prefill_burst: int = 1
 ) -> tuple[Scheduler, BlockAllocator]:
     allocator = BlockAllocator(blocks)
-    scheduler = Scheduler(allocator, block_size=4, max_batch_size=rows, max_num_tokens=tokens, max_seq_len=length)
+    scheduler = Scheduler(
+        allocator,
+        block_size=4,
+        max_batch_size=rows,
+        max_num_tokens=tokens,
+        max_seq_len=length,
+        prefill_burst=prefill_burst,
+    )
     return scheduler, allocator
 
 
@@ -63,6 +70,16 @@ def test_prefill_and_decode_take_turns() -> None:
     scheduler.add(_request(30))
     kinds = [type(scheduler.schedule(drained=False)) for _ in range(6)]
     assert kinds == [DecodeBatch, PrefillBatch, DecodeBatch, PrefillBatch, DecodeBatch, PrefillBatch]
+
+
+def test_a_burst_of_prefills_stands_before_a_decode() -> None:
+    """With `prefill_burst`, so many chunks are computed before the next token of the others, and no more."""
+    scheduler, _ = _scheduler(tokens=8, prefill_burst=3)
+    scheduler.add(_request(3, new=20))
+    scheduler.schedule(drained=False)
+    scheduler.add(_request(60))
+    kinds = [type(scheduler.schedule(drained=False)) for _ in range(7)]
+    assert kinds == [PrefillBatch] * 2 + [DecodeBatch] + [PrefillBatch] * 3 + [DecodeBatch]
 
 
 def test_the_last_token_is_not_launched_twice() -> None:

@@ -17,6 +17,7 @@ CUDA_CORE_GROUP_SIZES = (1, 2, 3, 4, 6, 8)
 
 _FILLS = 96  # requests from which the kernel without tensor cores does not split sequences
 _FEW = 8
+_LARGE = 192
 
 
 def short_context(shape: AttentionShape, *, batch_size: int) -> int | None:
@@ -33,7 +34,7 @@ def short_context(shape: AttentionShape, *, batch_size: int) -> int | None:
     if group not in CUDA_CORE_GROUP_SIZES:
         return 0
     if group <= 3:
-        return None
+        return 1024 if batch_size >= _LARGE else None
     if wide:
         return 320 if batch_size >= _FILLS else 0
     if batch_size <= _FEW:

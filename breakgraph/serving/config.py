@@ -180,6 +180,8 @@ class EngineConfig:
         max_batch_size: Most requests that run at a time.
         max_num_tokens: Most tokens of a prefill step; longer prompts are computed in chunks. None takes 512 on a
             CPU and 2048 on CUDA, where the default ladders of buckets end: steps above the largest bucket are eager.
+        prefill_burst: Most prefill steps in a row while other requests could have their next token: more of them give new
+            requests their first token sooner and the whole more tokens a second, fewer a steadier stream.
         max_seq_len: Most tokens of prompt and answer; None takes what the model has, on a CPU at most 2048.
         block_size: Tokens per block of the KV cache.
         num_blocks: Blocks of the KV cache; None takes what every request can use, on CUDA as far as memory goes.
@@ -213,6 +215,7 @@ class EngineConfig:
 
     max_batch_size: int = attrs.field(default=8, validator=_at_least(1))
     max_num_tokens: int | None = attrs.field(default=None, validator=_at_least(1, optional=True))
+    prefill_burst: int = attrs.field(default=4, validator=_at_least(1))
     max_seq_len: int | None = attrs.field(default=None, validator=_at_least(2, optional=True))
     block_size: int = attrs.field(default=16, validator=_at_least(1))
     num_blocks: int | None = attrs.field(default=None, validator=_at_least(2, optional=True))

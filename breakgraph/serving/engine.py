@@ -125,6 +125,7 @@ class Engine:
             max_seq_len=sizes.max_seq_len,
             reserved_blocks=self.decode.reserved_blocks,
             max_chunks=self.prefill.most_requests,
+            prefill_burst=config.prefill_burst,
             prefix_reuse=config.prefix_reuse,
         )
         self._seeds = random.Random(config.seed)

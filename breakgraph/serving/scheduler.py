@@ -1,8 +1,8 @@
 """Which requests run in the next step: continuous batching with chunked prefill.
 
-A step is either a **prefill** of prompt chunks or a **decode** of one token per request, never both. When
-both are possible they take turns, so that a long prompt delays the tokens of others by one chunk at a time
-and a burst of prompts is not starved by long answers.
+A step is either a **prefill** of prompt chunks or a **decode** of one token per request, never both. When both are
+possible they take turns, a few prefills to a decode, so that prompts delay the tokens of others by so many chunks at a
+time, and are not starved by long answers. Decodes of few requests are dear: that is why it is not one to one.
 
 The scheduler works on *launched* counts: a step counts as done when it was handed to the device, because
 the host does not wait for its tokens. Whatever needs tokens that the host has not read, which is only
@@ -103,6 +103,7 @@ class Scheduler:
         max_seq_len: Most tokens of prompt and output of one request.
         reserved_blocks: Blocks of the allocator that requests can never have, since padding requests hold them.
         max_chunks: Most requests of a prefill step; None: no limit but the others.
+        prefill_burst: Most prefill steps in a row while a request could have its next token.
         prefix_reuse: Whether requests take over blocks of others with the same first tokens.
 
     Attributes:
@@ -120,6 +121,7 @@ class Scheduler:
         max_seq_len: int,
         reserved_blocks: int = 0,
         max_chunks: int | None = None,
+        prefill_burst: int = 1,
         prefix_reuse: PrefixReuse = PrefixReuse.OFF,
     ) -> None:
         self.prefixes = PrefixCache(allocator, block_size=block_size, reuse=prefix_reuse)
@@ -132,7 +134,8 @@ class Scheduler:
         self._free_rows = list(range(max_batch_size, 0, -1))
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        self._decoded_last = True
+        self._prefill_burst = prefill_burst
+        self._prefills = 0  # since the last decode
         self.preemptions = 0
 
     @property
@@ -205,10 +208,10 @@ class Scheduler:
             there is nothing to launch.
         """
         decodable = [r for r in self._running if r.state is RequestState.DECODE and r.wants_token]
-        if self._decoded_last or not decodable:
+        if self._prefills < self._prefill_burst or not decodable:
             chunks = tuple(islice(self._chunks(), self._max_chunks))
             if chunks:
-                self._decoded_last = False
+                self._prefills += 1
                 return PrefillBatch(chunks)
         if not decodable:
             return None
@@ -221,7 +224,7 @@ class Scheduler:
         for request in batch:
             request.computed = request.length
             request.launched += 1
-        self._decoded_last = True
+        self._prefills = 0
         return DecodeBatch(batch, lengths)
 
     def launched(self, batch: PrefillBatch | DecodeBatch) -> None:
