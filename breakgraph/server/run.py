@@ -36,6 +36,12 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: It cannot be had.
     """
+    if not 0 <= port <= 65535:  # the system's own resolver would take the rest of a division
+        raise ConfigError(
+            f"port is {port}; expected 0 to 65535.",
+            why="There are no others.",
+            fix="Give one of them; 0 takes any that is free.",
+        )
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         made = socket.socket(family, kind, protocol)

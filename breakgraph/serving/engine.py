@@ -18,7 +18,6 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-import attrs
 import torch
 
 from breakgraph.capture_window import CaptureProgress
@@ -26,10 +25,12 @@ from breakgraph.errors import InternalError
 from breakgraph.serving.config import EngineConfig, Graphs, Sizes
 from breakgraph.serving.decode_step import DecodeStep
 from breakgraph.serving.device_state import DeviceState, PendingTokens
+from breakgraph.serving.in_flight import InFlight, Token
 from breakgraph.serving.kv_cache import BlockAllocator
 from breakgraph.serving.logits_tail import LogitsTail
+from breakgraph.serving.memory import MemorySplit
 from breakgraph.serving.prefill_step import PrefillStep
-from breakgraph.serving.requests import FinishReason, Request, RequestState, TokenLogprobs
+from breakgraph.serving.requests import FinishReason, Request, RequestState
 from breakgraph.serving.sampling_params import SamplingParams
 from breakgraph.serving.scheduler import DecodeBatch, PrefillBatch, Scheduler
 from breakgraph.serving.statistics import Counters, Load, Statistics, collect
@@ -38,42 +39,6 @@ from breakgraph.serving.step_records import Laps, StepRecord
 __all__ = ["Engine", "Token"]
 
 _LOG = logging.getLogger(__name__)
-
-
-@attrs.frozen
-class Token:
-    """One generated token.
-
-    Attributes:
-        request: Whose.
-        token_id: The token.
-        logprobs: How probable the model found it; None where ``SamplingParams.logprobs`` is.
-    """
-
-    request: Request
-    token_id: int
-    logprobs: TokenLogprobs | None = None
-
-
-@attrs.define(eq=False)
-class _InFlight:
-    """A launched step whose tokens have not been read.
-
-    Attributes:
-        batch: What was launched.
-        tokens: On their way; None when the step sampled nothing.
-        laps: Its parts so far.
-        releases: Requests that ended meanwhile and whose blocks this step may still write.
-    """
-
-    batch: PrefillBatch | DecodeBatch
-    tokens: PendingTokens | None
-    laps: Laps
-    releases: list[Request] = attrs.field(factory=list)
-
-    def holds(self, request: Request) -> bool:
-        """Whether the step reads or writes the request's blocks."""
-        return any(request is other for other in self.batch.requests)
 
 
 class Engine:
@@ -85,10 +50,12 @@ class Engine:
         config: The caller's options.
         eos_token_ids: Tokens that end every request that does not ignore them.
         progress: Called as ``progress("prefill" | "decode", event)`` after each key of each capture phase.
+        memory: Where the device's memory goes, where that was measured.
 
     Attributes:
         state: As given.
         sizes: As given.
+        memory: As given.
         prefill: Runs prefill steps.
         decode: Runs decode steps.
     """
@@ -101,9 +68,11 @@ class Engine:
         config: EngineConfig,
         eos_token_ids: Sequence[int] = (),
         progress: Callable[[str, CaptureProgress], None] | None = None,
+        memory: MemorySplit | None = None,
     ) -> None:
         self.state = state
         self.sizes = sizes
+        self.memory = memory
         self._eos = frozenset(eos_token_ids)
         self._graphs = config.graphs
         tail = LogitsTail(state)
@@ -129,7 +98,7 @@ class Engine:
             prefix_reuse=config.prefix_reuse,
         )
         self._seeds = random.Random(config.seed)
-        self._in_flight: _InFlight | None = None
+        self._in_flight: InFlight | None = None
         self._counters = Counters()
 
     def capture(self) -> None:
@@ -271,7 +240,7 @@ class Engine:
             self._fail_all(error)
             raise
         laps.lap("schedule")
-        launched: _InFlight | None = None
+        launched: InFlight | None = None
         if isinstance(batch, (PrefillBatch, DecodeBatch)):
             try:
                 launched = self._launch(batch, laps)
@@ -353,7 +322,7 @@ class Engine:
             request.finish_reason, request.error = FinishReason.ERROR, error
         self._scheduler.clear()
 
-    def _launch(self, batch: PrefillBatch | DecodeBatch, laps: Laps) -> _InFlight:
+    def _launch(self, batch: PrefillBatch | DecodeBatch, laps: Laps) -> InFlight:
         for request in batch.requests:
             if request.started is None:
                 request.started = time.perf_counter()
@@ -370,9 +339,9 @@ class Engine:
         self._scheduler.launched(batch)
         laps.lap("launch")
         self._counters.launched(batch, seconds=sum(laps.seconds.values()))
-        return _InFlight(batch, tokens, laps)
+        return InFlight(batch, tokens, laps)
 
-    def _read(self, step: _InFlight) -> list[Token]:
+    def _read(self, step: InFlight) -> list[Token]:
         laps = step.laps
         laps.start()
         token_ids = step.tokens.wait() if step.tokens is not None else []

@@ -17,7 +17,9 @@ from breakgraph.models.loaded import LoadedModel
 from breakgraph.models.via import Via
 from breakgraph.models.weights import OpenedModel, open_model
 from breakgraph.serving.config import engine_config, sequence_limit
-from breakgraph.serving.engine import Engine, Token
+from breakgraph.serving.engine import Engine
+from breakgraph.serving.in_flight import Token
+from breakgraph.serving.llm_arguments import check_arguments, check_via, checked_params
 from breakgraph.serving.prompts import Prompt, encode, prompts_of
 from breakgraph.serving.requests import Chunk, Completion, FinishReason, Request, TokenLogprobs
 from breakgraph.serving.sampling_params import SamplingParams
@@ -39,11 +41,13 @@ class _Answer:
     Attributes:
         request: The request.
         text: Its text; None for a model without tokenizer.
+        whole: Whether its text is made at the end, which is cheaper than for each token; stop strings must be looked for in each.
         chunks: Pieces that wait for the caller.
     """
 
     request: Request
     text: OutputText | None
+    whole: bool
     chunks: deque[Chunk] = attrs.field(factory=deque)
 
 
@@ -67,6 +71,10 @@ class LLM:
         **options: Fields of ``EngineConfig``: ``max_batch_size``, ``max_num_tokens``, ``max_seq_len``,
             ``graphs`` and so on.
 
+    Attributes:
+        config: The options.
+        progress: As given; may be set until it is started.
+
     Raises:
         ConfigError: An option is unknown, out of range or of another type.
     """
@@ -83,14 +91,14 @@ class LLM:
         **options: Any,
     ) -> None:
         self.config = engine_config(options)
-        _check_arguments(model, device=device, cache_root=cache_root, progress=progress)
+        check_arguments(model, device=device, cache_root=cache_root, progress=progress)
         self._source = model
         self._via = Via.of(via)
-        _check_via(model, self._via)
+        check_via(model, self._via)
         self._device = str(device)
         self._dtype = as_dtype(dtype)
         self._cache_root = None if cache_root is None else Path(cache_root).expanduser()
-        self._progress = progress
+        self.progress = progress
         self._opened: OpenedModel | None = None
         self._model: LoadedModel | None = None
         self._engine: Engine | None = None
@@ -117,7 +125,7 @@ class LLM:
                     device=choose_device(self._device),
                     dtype=self._dtype,
                     max_positions=self.config.max_seq_len,
-                    progress=self._progress,
+                    progress=self.progress,
                 )
             self._model = known
         return self._model
@@ -136,7 +144,7 @@ class LLM:
                 via=self._via,
                 max_positions=self.config.max_seq_len,
                 cache_root=self._cache_root,
-                progress=self._progress,
+                progress=self.progress,
             )
         return self._opened
 
@@ -187,7 +195,7 @@ class LLM:
         batch = prompts_of(prompts)
         several = isinstance(params, (list, tuple))
         given = params if several else [SamplingParams() if params is None else params] * len(batch)
-        each = [_checked_params(one) for one in cast("Sequence[object]", given)]
+        each = [checked_params(one) for one in cast("Sequence[object]", given)]
         if len(each) != len(batch):
             raise ConfigError(
                 f"{len(batch)} prompts came with {len(each)} sampling parameters.",
@@ -197,7 +205,7 @@ class LLM:
         answers: list[_Answer] = []
         try:
             for prompt, wanted in zip(batch, each, strict=True):
-                answers.append(self._submit(prompt, params=wanted, chat=chat))
+                answers.append(self._submit(prompt, params=wanted, chat=chat, whole=not wanted.stop))
             while any(answer.request in self._answers for answer in answers):
                 self._pump()
                 _raise_error(answers)
@@ -222,8 +230,8 @@ class LLM:
         Raises:
             ConfigError: The prompt cannot be run.
         """
-        wanted = SamplingParams() if params is None else _checked_params(params)
-        return self._pieces(self._submit(prompt, params=wanted, chat=chat))
+        wanted = SamplingParams() if params is None else checked_params(params)
+        return self._pieces(self._submit(prompt, params=wanted, chat=chat, whole=False))
 
     def _pieces(self, answer: _Answer) -> Iterator[Chunk]:
         try:
@@ -236,7 +244,7 @@ class LLM:
         finally:
             self._abandon([answer])
 
-    def _submit(self, prompt: Prompt, *, params: SamplingParams, chat: bool) -> _Answer:
+    def _submit(self, prompt: Prompt, *, params: SamplingParams, chat: bool, whole: bool) -> _Answer:
         known = self._known
         ids = encode(known, prompt, chat=chat)
         if params.stop and known.tokenizer is None:
@@ -249,7 +257,7 @@ class LLM:
         request = self.engine.add(ids, params=params)
         tokenizer = known.tokenizer
         text = None if tokenizer is None else OutputText(tokenizer, prompt_ids=ids, stop=params.stop)
-        answer = self._answers[request] = _Answer(request, text)
+        answer = self._answers[request] = _Answer(request, text, whole)
         return answer
 
     def _check_length(self, tokens: int, model: LoadedModel | OpenedModel) -> None:
@@ -296,7 +304,7 @@ class LLM:
         if answer is None:  # added to the engine directly: its caller finds the token in output_ids
             return
         text = ""
-        if answer.text is not None and token.token_id not in request.stop_ids:
+        if answer.text is not None and not answer.whole and token.token_id not in request.stop_ids:
             text = answer.text.push(token.token_id)
             if answer.text.stopped:
                 self.engine.finish(request, reason=FinishReason.STOP)
@@ -316,7 +324,13 @@ class LLM:
         text: str = "",
         logprobs: tuple[TokenLogprobs, ...] | None = None,
     ) -> None:
-        rest = answer.text.finish() if answer.text is not None else ""
+        rest = ""
+        if answer.text is not None:
+            if answer.whole:
+                output = answer.request.output_ids
+                ended = bool(output) and output[-1] in answer.request.stop_ids
+                text = answer.text.push(*(output[:-1] if ended else output))
+            rest = answer.text.finish()
         answer.chunks.append(Chunk(text=text + rest, token_ids=token_ids, finish_reason=reason, logprobs=logprobs))
         answer.request.finish_reason = reason
         del self._answers[answer.request]
@@ -333,49 +347,8 @@ class LLM:
             engine.step()
 
     def _on_capture(self, runner: str, event: CaptureProgress) -> None:
-        if self._progress is not None:
-            self._progress(f"{runner} graphs: {event.phase.value}", event.done, event.total)
-
-
-def _check_arguments(model: object, *, device: object, cache_root: object, progress: object) -> None:
-    if not isinstance(model, (str, Path, LoadedModel)):
-        raise ConfigError(
-            f'model is of type {type(model).__name__}; expected a path, "demo" or a LoadedModel.',
-            why="The engine needs a decoder of packed rows over its paged cache.",
-            fix="Give the folder; of a model of transformers load_transformers(model); a module of your own: PrefillRunner, "
-            "DecodeRunner.",
-        )
-    _expect(isinstance(device, (str, torch.device)), "device", device, "auto, cpu or cuda")
-    _expect(cache_root is None or isinstance(cache_root, (str, Path)), "cache_root", cache_root, "a path or None")
-    _expect(progress is None or callable(progress), "progress", progress, "a function of (stage, done, total) or None")
-
-
-def _check_via(model: object, via: Via) -> None:
-    if isinstance(model, LoadedModel) and via not in (Via.AUTO, model.served.via):
-        raise ConfigError(
-            f"via is {via.value!r}, but the model was loaded: {model.served}.",
-            why="Whose code runs a model is settled when it is loaded.",
-            fix=f"Leave via out, or load it so: load_model(path, via={via.value!r}).",
-        )
-
-
-def _expect(fits: bool, name: str, value: object, kind: str) -> None:
-    if not fits:
-        raise ConfigError(
-            f"{name} is {value!r}; expected {kind}.",
-            why="It is used when the engine starts, long after this line.",
-            fix=f"Give {name} as {kind}, or leave it out.",
-        )
-
-
-def _checked_params(params: object) -> SamplingParams:
-    if isinstance(params, SamplingParams):
-        return params
-    raise ConfigError(
-        f"the sampling parameters are of type {type(params).__name__}: {params!r:.80}.",
-        why="SamplingParams checks names and ranges once, before anything runs.",
-        fix="Give SamplingParams(max_tokens=16), of a dict SamplingParams(**options), or a list with one for each prompt.",
-    )
+        if self.progress is not None:
+            self.progress(f"{runner} graphs: {event.phase.value}", event.done, event.total)
 
 
 def _raise_error(answers: Sequence[_Answer]) -> None:

@@ -18,7 +18,7 @@ from breakgraph.serving.config import EngineConfig, Sizes, sequence_limit
 from breakgraph.serving.device_state import DeviceState
 from breakgraph.serving.engine import Engine
 from breakgraph.serving.kv_cache import KVCache, blocks_for
-from breakgraph.serving.memory import measure_blocks
+from breakgraph.serving.memory import MemorySplit, measure_blocks
 from breakgraph.serving.prefill_attention import choose
 
 __all__ = ["build_engine", "choose_device", "make_attention_for"]
@@ -91,6 +91,7 @@ def build_engine(
     )
     shapes = decoder.kv_shapes
     num_blocks = most if config.num_blocks is None else config.num_blocks
+    split: MemorySplit | None = None
     if config.num_blocks is None and device.type == "cuda":
         num_blocks, split = measure_blocks(
             decoder,
@@ -108,7 +109,14 @@ def build_engine(
             cache=KVCache(num_blocks, block_size=config.block_size, shapes=shapes, dtype=decoder.dtype, device=device),
             last_token=torch.zeros(sizes.max_batch_size + 1, dtype=torch.int64, device=device),
         )
-    return Engine(state, sizes=sizes, config=config, eos_token_ids=model.generation.eos_token_ids, progress=progress)
+    return Engine(
+        state,
+        sizes=sizes,
+        config=config,
+        eos_token_ids=model.generation.eos_token_ids,
+        progress=progress,
+        memory=split,
+    )
 
 
 def _refuse_training(decoder: Decoder) -> None:

@@ -46,9 +46,9 @@ class Detokenizer:
         self._window = context
         self._done = len(context)
 
-    def push(self, token: int) -> str:
-        """Takes the next token and returns the text that is complete now; may be empty."""
-        self._window.append(token)
+    def push(self, *tokens: int) -> str:
+        """Takes the next tokens and returns the text that is complete now; may be empty."""
+        self._window.extend(tokens)
         text = self._new_text()
         if not text or text.endswith(_BROKEN):
             return ""
@@ -127,9 +127,13 @@ class OutputText:
         """Whether a stop string was found."""
         return self._stop.matched
 
-    def push(self, token: int) -> str:
-        """Takes a token that belongs to the text and returns new text."""
-        return self._stop.push(self._detokenizer.push(token))
+    def push(self, *tokens: int) -> str:
+        """Takes tokens that belong to the text and returns new text.
+
+        Several at once cost little more than one, and give the same text; but where a stop string is found among them, the ones
+        behind it were taken as well.
+        """
+        return self._stop.push(self._detokenizer.push(*tokens))
 
     def finish(self) -> str:
         """Returns the rest of the text; call it once, when no token follows."""
