@@ -2,8 +2,8 @@
 
     python benchmarks/fast_path.py --out benchmarks/results/fast_path_h200.json [--shapes 135M,1B,8B]
 
-Random weights in bfloat16; T new tokens of one request, or of 8 requests of T/8 each. A step takes hidden rows to
-hidden rows (embedding and logits are outside of the graphs), host arrays to launched device work, planning included.
+Random weights in bfloat16; T new tokens of one request, or of 8 requests of T/8 each. A step takes token
+ids to hidden rows (the logits are outside of the graphs), host arrays to launched device work, planning included.
 
 - *single*: a step between two synchronisations, nothing overlapped.
 - *period*: steps launched one behind the other without waiting, time for each: the host plans step n+1 while the device
@@ -161,15 +161,14 @@ class Subject:
 class Batch:
     """`tokens` new tokens, shared by a number of requests."""
 
-    def __init__(self, *, tokens: int, requests: int, width: int) -> None:
+    def __init__(self, *, tokens: int, requests: int, vocabulary: int) -> None:
         count = tokens // requests
         per = -(-count // BLOCK)
         tables = [np.arange(1 + per * i, 1 + per * (i + 1), dtype=np.int32) for i in range(requests)]
         self.layout = BatchLayout(np.full(requests, count, np.int32), np.zeros(requests, np.int32), tables)
         slots = [slots_of(table.tolist(), start=0, count=count, block_size=BLOCK) for table in tables]
-        self.hidden = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16) * 0.02
         self.inputs = {
-            "hidden": self.hidden,
+            "ids": torch.randint(vocabulary, (tokens,)),
             "positions": torch.arange(count).repeat(requests),
             "slots": torch.from_numpy(np.concatenate(slots)),
         }
@@ -187,10 +186,8 @@ class Batch:
         """The same without a graph: attention as FlashInfer plans it."""
         body = prefill_body(subject.state, layers=subject.state.cache.layers)
         batch = subject.state.attention.plan_prefill(self.layout)
-        # `forward` may overwrite its rows, as the runner's eager path allows for.
-        rows = {**self.device, "hidden": self.hidden.clone()}
         with eager_step({"batch": batch}, valid_rows=self.tokens, padded_rows=self.tokens):
-            return body(**rows, batch=batch)
+            return body(**self.device, batch=batch)
 
 
 def timed(step: Callable[[], Any], *, repeats: int) -> dict[str, float]:
@@ -204,7 +201,7 @@ def timed(step: Callable[[], Any], *, repeats: int) -> dict[str, float]:
 
 def ours_case(subject: Subject, *, tokens: int, requests: int, repeats: int) -> dict[str, Any]:
     """Eager, break, captured, and the captured part alone."""
-    batch = Batch(tokens=tokens, requests=requests, width=subject.state.decoder.hidden_size)
+    batch = Batch(tokens=tokens, requests=requests, vocabulary=subject.state.decoder.vocab_size)
     outputs = {placement: batch.replay(step).clone() for placement, step in subject.steps.items()}
     expected = batch.eager(subject)
     row: dict[str, Any] = {
@@ -261,7 +258,7 @@ def run_shape(name: str, *, repeats: int, tokens: tuple[int, ...]) -> list[dict[
         row["hf eager"] = hf_case(model, tokens=row["tokens"], requests=row["requests"], repeats=few)
     adapted = Subject(adapt(model).decoder, tokens=tokens, placements=both)
     for row in rows:
-        batch = Batch(tokens=row["tokens"], requests=row["requests"], width=adapted.state.decoder.hidden_size)
+        batch = Batch(tokens=row["tokens"], requests=row["requests"], vocabulary=adapted.state.decoder.vocab_size)
         for placement, step in adapted.steps.items():
 
             def replay(step: PrefillStep = step, batch: Batch = batch) -> torch.Tensor:

@@ -83,21 +83,19 @@ def host_only(step: Callable[[], Any], *, repeats: int) -> dict[str, float]:
 def prefill_case(state: DeviceState, step: PrefillStep, *, tokens: int, repeats: int) -> dict[str, Any]:
     """One prompt of `tokens` tokens."""
     body = prefill_body(state, layers=state.cache.layers)
-    hidden = torch.randn(tokens, state.decoder.config.hidden_size, device=state.device).to(state.decoder.dtype)
+    ids = torch.randint(state.decoder.config.vocab_size, (tokens,))
     blocks = list(range(1, 1 + -(-tokens // state.cache.block_size)))
     layout = BatchLayout(
         np.array([tokens], dtype=np.int32), np.zeros(1, dtype=np.int32), (np.array(blocks, dtype=np.int32),)
     )
     slots = torch.from_numpy(slots_of(blocks, start=0, count=tokens, block_size=state.cache.block_size))
-    host = {"hidden": hidden, "positions": torch.arange(tokens), "slots": slots}
+    host = {"ids": ids, "positions": torch.arange(tokens), "slots": slots}
     device = {name: tensor.to(state.device) for name, tensor in host.items()}
 
     def eager() -> torch.Tensor:
-        # `forward` may overwrite its rows, as the runner's eager path allows for.
-        rows = {**device, "hidden": device["hidden"].clone()}
         live = {"batch": state.attention.plan_prefill(layout)}
         with eager_step(live, valid_rows=tokens, padded_rows=tokens):
-            return body(**rows, **live)
+            return body(**device, **live)
 
     def replay() -> torch.Tensor:
         live = {"batch": state.attention.plan_prefill(layout)}
@@ -119,7 +117,7 @@ def prefill_case(state: DeviceState, step: PrefillStep, *, tokens: int, repeats:
         body(**static, **live)
 
     def whole_graph() -> None:
-        static["hidden"].copy_(device["hidden"])
+        static["ids"].copy_(device["ids"])
         whole.replay()
 
     row = {
@@ -144,22 +142,24 @@ def random_sizes(state: DeviceState, step: PrefillStep, *, sizes: list[int]) -> 
         layout = BatchLayout(
             np.array([tokens], dtype=np.int32), np.zeros(1, dtype=np.int32), (np.array(blocks, dtype=np.int32),)
         )
-        hidden = torch.randn(bucket, state.decoder.config.hidden_size, device=state.device).to(state.decoder.dtype)
-        hidden[tokens:] = 0
+        ids = torch.randint(state.decoder.config.vocab_size, (bucket,))
+        ids[tokens:] = 0
         slots = torch.zeros(bucket, dtype=torch.int64)
         slots[:tokens] = torch.from_numpy(slots_of(blocks, start=0, count=tokens, block_size=block))
         positions = torch.zeros(bucket, dtype=torch.int64)
         positions[:tokens] = torch.arange(tokens)
         live = {"batch": state.attention.plan_prefill(layout)}
         result = step.runner.run(
-            {"hidden": hidden[:tokens].clone(), "positions": positions[:tokens], "slots": slots[:tokens]},
+            {"ids": ids[:tokens], "positions": positions[:tokens], "slots": slots[:tokens]},
             size=tokens,
             live=live,
         )
         got = result.output.clone()
         live = {"batch": state.attention.plan_prefill(layout)}
         with eager_step(live, valid_rows=tokens, padded_rows=bucket):
-            expected = body(hidden=hidden, positions=positions.to(state.device), slots=slots.to(state.device), **live)
+            expected = body(
+                ids=ids.to(state.device), positions=positions.to(state.device), slots=slots.to(state.device), **live
+            )
         assert_same_bits(got, expected=expected[:tokens], what=f"{tokens} tokens in prefill[{bucket}]")
     return len(sizes)
 

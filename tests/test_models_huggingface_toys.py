@@ -302,6 +302,18 @@ def test_a_sync_in_the_head_leaves_prefill_its_graphs() -> None:
     assert llm.statistics.eager == {"OPT_OUT": llm.statistics.decode.steps}
 
 
+def test_a_sync_in_the_embedding_makes_both_phases_eager() -> None:
+    """The embedding is in the graphs of both phases: every step is eager, right, and counted."""
+    model = small_model("llama")
+    embedding = Around(
+        model.get_input_embeddings(), lambda module, result, args: result * (1.0 if result.sum().item() else 2.0)
+    ).eval()
+    model.set_input_embeddings(embedding)
+    llm = served(model)
+    assert llm.statistics.graphs == 0
+    assert llm.statistics.eager == {"OPT_OUT": llm.statistics.prefill.steps + llm.statistics.decode.steps}
+
+
 def counting(module: Any, result: torch.Tensor, args: Any) -> torch.Tensor:
     """Counts its calls."""
     module.count = getattr(module, "count", 0) + 1

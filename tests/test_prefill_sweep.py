@@ -58,7 +58,7 @@ class Case:
 
 TWO_LAYERS = DecoderConfig(
     model_type="llama",
-    vocab_size=32,
+    vocab_size=1024,
     hidden_size=64,
     intermediate_size=96,
     num_layers=2,
@@ -69,11 +69,10 @@ TWO_LAYERS = DecoderConfig(
 )
 _ON_CPU = {"device": "cpu", "dtype": torch.float32, "buckets": (16, 64), "longest_prefix": 24, "tolerance": 1e-4}
 _ON_CUDA = {"device": "cuda", "dtype": torch.bfloat16, "buckets": (16, 64, 256, 1024), "longest_prefix": 300}
-# With a small vocabulary, which no prefill body reads.
-_WITHOUT_VOCABULARY = attrs.evolve(SHAPES["135M"], vocab_size=64)
+_SMALL_VOCABULARY = attrs.evolve(SHAPES["135M"], vocab_size=1024)
 CASES = {
     "two layers": Case(config=TWO_LAYERS, **_ON_CPU),
-    "135M": Case(config=_WITHOUT_VOCABULARY, **_ON_CPU),
+    "135M": Case(config=_SMALL_VOCABULARY, **_ON_CPU),
     "1B": Case(config=SHAPES["1B"], tolerance=0.06, **_ON_CUDA),
     "8B": Case(config=SHAPES["8B"], tolerance=0.15, **_ON_CUDA),
 }
@@ -89,14 +88,14 @@ class Batch:
     Attributes:
         size: Real tokens.
         layout: Rows, context and blocks of each request.
-        hidden: ``(size, width)``, on the device.
+        ids: int64 ``(size,)``, on the host.
         positions: ``(size,)``, on the host.
         slots: ``(size,)``, on the host: where the keys and values of the step go.
     """
 
     size: int
     layout: BatchLayout
-    hidden: torch.Tensor
+    ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
 
@@ -183,7 +182,7 @@ class Rig:
         return Batch(
             layout.rows,
             layout,
-            self._randn(layout.rows, self.case.config.hidden_size),
+            torch.from_numpy(self.random.integers(self.case.config.vocab_size, size=layout.rows)),
             torch.from_numpy(np.concatenate(positions)),
             torch.from_numpy(np.concatenate(slots)),
         )
@@ -212,8 +211,7 @@ class Rig:
         return dict(self._prefill.live(batch.layout))
 
     def _inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
-        # An eager step may overwrite its hidden states.
-        return {"hidden": batch.hidden.clone(), "positions": batch.positions, "slots": batch.slots}
+        return {"ids": batch.ids, "positions": batch.positions, "slots": batch.slots}
 
     def step(self, batch: Batch, live: dict[str, object]) -> Result[PrefillKey]:
         """Through the runner; the result is the caller's own."""
@@ -238,12 +236,12 @@ class Rig:
     def twin(self, batch: Batch, live: dict[str, object]) -> torch.Tensor:
         """Eager, at the padded shape, over tensors that are padded here: nothing of the runner is used."""
         padded, size = self.bucket(batch.size), batch.size
-        hidden = torch.zeros(padded, self.case.config.hidden_size, dtype=self.case.dtype, device=self.device)
+        ids = torch.zeros(padded, dtype=torch.int64, device=self.device)
         positions = torch.zeros(padded, dtype=torch.int64, device=self.device)
         slots = torch.full((padded,), NULL_BLOCK * BLOCK, dtype=torch.int64, device=self.device)
-        hidden[:size], positions[:size], slots[:size] = batch.hidden, batch.positions, batch.slots
+        ids[:size], positions[:size], slots[:size] = batch.ids, batch.positions, batch.slots
         with torch.no_grad(), eager_step(live, valid_rows=size, padded_rows=padded):
-            return self._body(hidden=hidden, positions=positions, slots=slots, **live)[:size]
+            return self._body(ids=ids, positions=positions, slots=slots, **live)[:size]
 
     def poison(self, size: int) -> None:
         """Overwrite whatever a replay may have left: pool, static inputs, staging slots, results, the null block."""

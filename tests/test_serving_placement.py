@@ -127,7 +127,7 @@ def test_a_step_takes_no_more_requests_than_its_graph_has_room_for(model: Loaded
     assert blocks <= llm.engine.sizes.num_blocks
     result = llm.engine.prefill.runner.run(
         {
-            "hidden": torch.randn(65, 32),
+            "ids": torch.arange(65) % 61,
             "positions": torch.zeros(65, dtype=torch.int64),
             "slots": torch.from_numpy(np.array([4 * int(t[0]) for t in layout.block_tables])),
         },
@@ -160,7 +160,7 @@ def _inputs(layout: BatchLayout, *, seed: int = 0) -> dict[str, torch.Tensor]:
         for at in range(count)
     ]
     return {
-        "hidden": torch.randn(sum(rows), 32, generator=torch.Generator().manual_seed(seed)),
+        "ids": torch.randint(61, (sum(rows),), generator=torch.Generator().manual_seed(seed)),
         "positions": torch.tensor([at for count in rows for at in range(count)]),
         "slots": torch.tensor(slots),
     }
@@ -283,7 +283,7 @@ def test_a_captured_step_that_was_not_planned_is_our_bug(model: LoadedModel) -> 
     layout, _ = _layout([(3, 0)], block_size=4)
     with pytest.raises(InternalError, match="not planned"):
         llm.engine.prefill.runner._graphs.builder.work.forward(
-            hidden=torch.randn(4, 32),
+            ids=torch.zeros(4, dtype=torch.int64),
             positions=torch.zeros(4, dtype=torch.int64),
             slots=torch.zeros(4, dtype=torch.int64),
             **llm.engine.prefill.live(layout),

@@ -47,7 +47,7 @@ def find_fit(decoder: AdaptedDecoder) -> tuple[Fit, ExpertsChoice | None]:
 
 def _found(decoder: AdaptedDecoder, fit: Fit) -> tuple[Fit, ExpertsChoice | None]:
     small, experts = _with_experts(decoder)
-    ends = _Run(decoder, _COUNTS[0]).ends()
+    embedding, head = _Run(decoder, _COUNTS[0]).embedding(), _Run(decoder, _COUNTS[0]).head()
     breaks: tuple[ModuleBreak, ...] = ()
     against: str | None = None
     if small.syncs:
@@ -57,7 +57,9 @@ def _found(decoder: AdaptedDecoder, fit: Fit) -> tuple[Fit, ExpertsChoice | None
             again = _Run(decoder.fitted(attrs.evolve(fit, breaks=breaks)), _COUNTS[0]).body()
             against = _first(again.syncs)
     breaks = breaks if against is None else ()
-    return attrs.evolve(fit, breaks=breaks, prefill=against, decode=against or _first(ends.syncs)), experts
+    # Graphs of prefill hold the embedding, those of decode the head as well.
+    prefill = against or _first(embedding.syncs)
+    return attrs.evolve(fit, breaks=breaks, prefill=prefill, decode=prefill or _first(head.syncs)), experts
 
 
 def _first(syncs: list[Sync]) -> str | None:
@@ -86,12 +88,17 @@ class _Run:
         with self._made() as made, around or nullcontext():
             self.decoder(made[0], **made[1])
 
-    def ends(self) -> Watch:
-        """Watch the embedding and the head."""
+    def embedding(self) -> Watch:
+        """Watch the embedding."""
+        with self.watch.watching():
+            self.decoder.embed(self.ids)
+        return self.watch
+
+    def head(self) -> Watch:
+        """Watch the head."""
         with self._made() as made:
             hidden = self.decoder(made[0], **made[1])
             with self.watch.watching():
-                self.decoder.embed(self.ids)
                 self.decoder.logits(hidden)
         return self.watch
 

@@ -108,9 +108,7 @@ def _run_largest(decoder: Decoder, *, attention: Attention, sizes: Sizes) -> Non
     with torch.no_grad():
         batch = attention.plan_prefill(layout)
         with eager_step({"batch": batch}, valid_rows=tokens, padded_rows=tokens):
-            hidden = prefill_body(state, layers=cache.layers)(
-                hidden=decoder.embed(zeros), positions=zeros, slots=zeros, batch=batch
-            )
+            hidden = prefill_body(state, layers=cache.layers)(ids=zeros, positions=zeros, slots=zeros, batch=batch)
         logits = decoder.logits(hidden[:1].expand(rows, -1))
         # With everything that a request may ask for: the tables of penalties are there from their first request on.
         params = SamplingParams(temperature=1.0, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=20)

@@ -1,8 +1,8 @@
 """A prefill step: prompt chunks through a breakable graph, then one token for each prompt that is complete.
 
-The graph holds the decoder's body, hidden states in and hidden states out; attention is a break of it or lies in it.
-Embedding, the logits of the last rows and their sampling stay outside: their row counts follow the batch, and they are a
-handful of kernels.
+The graph holds embedding and body of the decoder, token ids in and hidden states out; attention is a break of it or lies in it.
+The logits of the last rows and their sampling stay outside: their row counts follow the batch, and they are a handful of
+kernels.
 """
 
 from __future__ import annotations
@@ -81,11 +81,10 @@ class PrefillStep:
         self.placement = config.placement
         captured = self.placement is Placement.CAPTURED
         self._captured = CapturedAttention(state.attention, sizes=sizes) if captured else None
-        width = state.decoder.hidden_size
         self.runner = PrefillRunner(
             prefill_body(state, layers=state.cache.layers, placement=self.placement),
             inputs=[
-                StaticInput("hidden", shape=(TOKENS, width), dtype=state.decoder.dtype),
+                StaticInput("ids", shape=(TOKENS,)),
                 StaticInput("positions", shape=(TOKENS,)),
                 StaticInput("slots", shape=(TOKENS,), pad=Pad.keep_out(NULL_BLOCK * sizes.block_size)),
             ],
@@ -134,7 +133,6 @@ class PrefillStep:
             batch: Its chunks.
         """
         state, size = self._state, self._sizes.block_size
-        device = state.device
         chunks = batch.chunks
         ids = np.concatenate([c.request.known_ids(c.start, count=c.count) for c in chunks])
         positions = np.concatenate([np.arange(c.start, c.start + c.count, dtype=np.int64) for c in chunks])
@@ -150,7 +148,7 @@ class PrefillStep:
         )
         prepared = self.runner.prepare(
             {
-                "hidden": state.decoder.embed(upload(ids, device=device)),
+                "ids": torch.from_numpy(ids),
                 "positions": torch.from_numpy(positions),
                 "slots": torch.from_numpy(np.concatenate(slots)),
             },
@@ -190,9 +188,8 @@ class PrefillStep:
 
     def _example(self, key: PrefillKey) -> Example:
         """A full bucket of new prompts, each as long as a request may be, in the blocks of the empty cache."""
-        sizes, device = self._sizes, self._state.device
+        sizes = self._sizes
         layout = example_layout(key.tokens, sizes=sizes)
-        hidden = torch.randn(key.tokens, self._state.decoder.hidden_size, generator=self._generator)
         counts = layout.query_lens.tolist()
         slots = [
             slots_of(blocks, start=0, count=count, block_size=sizes.block_size)
@@ -200,7 +197,7 @@ class PrefillStep:
         ]
         return Example(
             inputs={
-                "hidden": hidden.to(device, self._state.decoder.dtype),
+                "ids": torch.randint(self._state.decoder.vocab_size, (key.tokens,), generator=self._generator),
                 "positions": torch.from_numpy(np.concatenate([np.arange(count, dtype=np.int64) for count in counts])),
                 "slots": torch.from_numpy(np.concatenate(slots)),
             },
@@ -211,7 +208,7 @@ class PrefillStep:
 def prefill_body(
     state: DeviceState, *, layers: Sequence[KVLayer], placement: Placement = Placement.BREAK
 ) -> Callable[..., torch.Tensor]:
-    """Makes the forward of a prefill step: hidden states in, hidden states after the final norm out.
+    """Makes the forward of a prefill step: token ids in, hidden states after the final norm out.
 
     Args:
         state: Model and attention.
@@ -219,15 +216,15 @@ def prefill_body(
         placement: Where the attention stands, as `choose` decided.
 
     Returns:
-        ``forward(hidden, positions, slots, batch)``, all of ``(tokens, ...)``; ``batch`` is from ``plan_prefill``, or a planned
+        ``forward(ids, positions, slots, batch)``, int64 ``(tokens,)`` each; ``batch`` is from ``plan_prefill``, or a planned
         ``PrefillLive`` where the attention is captured.
     """
     decoder, attention = state.decoder, state.attention
     attend = captured_attend if placement is Placement.CAPTURED else break_attend
 
-    def forward(*, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, batch: Any) -> torch.Tensor:
+    def forward(*, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, batch: Any) -> torch.Tensor:
         result: torch.Tensor = decoder(
-            hidden, positions=positions, slots=slots, kv=layers, attend=attend(attention, decoder, batch)
+            decoder.embed(ids), positions=positions, slots=slots, kv=layers, attend=attend(attention, decoder, batch)
         )
         return result
 
