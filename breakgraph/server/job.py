@@ -13,7 +13,7 @@ from breakgraph.errors import ConfigError
 from breakgraph.models.via import Via
 from breakgraph.server.app import create_app
 from breakgraph.server.limits import Limits
-from breakgraph.server.run import bind, run_server
+from breakgraph.server.run import Running, bind, run_server
 from breakgraph.server.service import Service
 from breakgraph.serving.llm import LLM, Progress
 from breakgraph.serving.startup import choose_device
@@ -101,8 +101,8 @@ class ServeJob:
             if self.host not in _LOOPBACK and self.api_key is None:
                 say(f"breakgraph: everybody who reaches {self.host} may use this server; --api-key asks for a key.")
 
-            def ready(address: str) -> None:
-                say(f"serving {service.name} at {address}/v1; Ctrl-C ends it.")
+            def ready(running: Running) -> None:
+                say(f"serving {service.name} at {running.address}/v1; Ctrl-C ends it.")
 
             run_server(create_app(service, api_key=self.api_key), service=service, listener=listener, on_ready=ready)
         finally:

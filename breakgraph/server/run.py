@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+import attrs
 import uvicorn
 from fastapi import FastAPI
 
 from breakgraph.errors import ConfigError
 from breakgraph.server.service import Service
 
-__all__ = ["bind", "run_server"]
+__all__ = ["Running", "bind", "run_server"]
 
 _SWITCH_SECONDS = 0.0005
 _AFTER_DRAIN_SECONDS = 10
@@ -60,8 +61,21 @@ def bind(host: str, port: int) -> socket.socket:
     return made
 
 
+@attrs.frozen
+class Running:
+    """A server that takes requests.
+
+    Attributes:
+        address: Such as ``http://127.0.0.1:8000``.
+        stop: Does what the first signal does; for any thread.
+    """
+
+    address: str
+    stop: Callable[[], None]
+
+
 def run_server(
-    app: FastAPI, *, service: Service, listener: socket.socket, on_ready: Callable[[str], None] | None = None
+    app: FastAPI, *, service: Service, listener: socket.socket, on_ready: Callable[[Running], None] | None = None
 ) -> None:
     """Serves until SIGINT or SIGTERM, then drains; a second signal ends it at once.
 
@@ -73,7 +87,7 @@ def run_server(
         app: From `create_app`.
         service: The app's.
         listener: From `bind`.
-        on_ready: Called with the address when requests are taken.
+        on_ready: Called when requests are taken.
     """
     config = uvicorn.Config(
         app,
@@ -95,7 +109,7 @@ def run_server(
 class _Server(uvicorn.Server):
     """Uvicorn's server, which drains the service when it is told to stop, and does not die of the signal afterwards."""
 
-    def __init__(self, config: uvicorn.Config, *, service: Service, on_ready: Callable[[str], None] | None) -> None:
+    def __init__(self, config: uvicorn.Config, *, service: Service, on_ready: Callable[[Running], None] | None) -> None:
         super().__init__(config)
         self._service = service
         self._on_ready = on_ready
@@ -107,7 +121,8 @@ class _Server(uvicorn.Server):
         await super().startup(sockets=sockets)
         if self.started and self._on_ready is not None and sockets:
             host, port = sockets[0].getsockname()[:2]
-            self._on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+            address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            self._on_ready(Running(address, lambda: self.handle_exit(signal.SIGTERM, None)))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains, the next one ends."""

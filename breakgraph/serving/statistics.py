@@ -189,6 +189,8 @@ class Statistics:
             del values[name]
             phases |= {f"{name}_{field}": value for field, value in attrs.asdict(phase).items()}
             phases[f"{name}_tokens_per_second"] = phase.tokens_per_second
+            phases[f"{name}_real_rows"], phases[f"{name}_padded_rows"] = self.rows.get(name, (0, 0))
+        del values["rows"]
         return phases | values | served
 
     def summary(self) -> str:
