@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 from breakgraph.errors import BreakgraphError, ConfigError
@@ -13,6 +14,7 @@ from breakgraph.server.limits import Limits
 from breakgraph.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, Message
 from breakgraph.serving.prompts import encode, encode_chat, prompts_of
 from breakgraph.serving.sampling_params import SamplingParams
+from breakgraph.serving.scheduler import check_prompt
 
 __all__ = ["chat_prompt", "completion_prompts", "sampling_params"]
 
@@ -53,7 +55,12 @@ def completion_prompts(request: CompletionRequest, *, model: LoadedModel, limits
                 param="prompt",
                 code="invalid_value",
             )
-        return [encode(model, prompt, chat=False) for prompt in prompts]
+        encoded = [encode(model, prompt, chat=False) for prompt in prompts]
+        for ids in encoded:
+            check_prompt(
+                len(ids), max_seq_len=sys.maxsize
+            )  # a text may have no tokens; how long it may be is another question
+        return encoded
     except ConfigError as error:
         raise _about("prompt", error) from None
 
@@ -212,8 +219,3 @@ def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
 def _about(param: str, error: BreakgraphError) -> ApiError:
     told = api_error(error)
     return ApiError(told.message, status=told.status, param=param, code=told.code)
-
-
-def longest(prompts: Sequence[Sequence[int]]) -> int:
-    """Tokens of the longest of several prompts."""
-    return max(map(len, prompts))
