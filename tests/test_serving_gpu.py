@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from breakgraph.models.config import DecoderConfig
 from breakgraph.models.weights import LoadedModel, random_model
 from breakgraph.serving import LLM, Graphs, SamplingParams
+from breakgraph.serving.engine_thread import EngineThread, Ticket, Update
 from tests.serving_reference import Reference, greedy_reference, tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -83,3 +86,70 @@ def test_the_cache_is_sized_by_the_memory_fraction() -> None:
     assert small.engine.sizes.num_blocks == 2 * 16 + 2
     answer = small.generate(PROMPTS[2], SamplingParams(max_tokens=5))[0]
     assert len(answer.token_ids) == 5
+
+
+def test_the_engine_in_a_thread_of_its_own() -> None:
+    """Captured here, replayed by the engine's thread, with requests from eight others: the tokens of the CPU's plain loop."""
+    on_cpu = tiny_model()
+    references = [greedy_reference(on_cpu, prompt[:40], max_tokens=12) for prompt in PROMPTS]
+    on_cpu.decoder.to("cuda")
+    llm = LLM(on_cpu, attention="torch", **OPTIONS)
+    llm.start()
+    thread = EngineThread(llm.engine, post=lambda function: function())
+    thread.start()
+    updates: list[list[Update]] = [[] for _ in range(40)]
+    submit = [
+        threading.Thread(
+            target=lambda part=part: [
+                thread.submit(
+                    Ticket(
+                        prompt_ids=PROMPTS[index % 5][:40],
+                        params=SamplingParams(max_tokens=12),
+                        deliver=updates[index].append,
+                    )
+                )
+                for index in range(part, 40, 8)
+            ]
+        )
+        for part in range(8)
+    ]
+    for one in submit:
+        one.start()
+    end = time.monotonic() + 60
+    while not all(one and one[-1].finish_reason is not None for one in updates):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    thread.stop()
+    for index, made in enumerate(updates):
+        assert _agrees(references[index % 5], tuple(update.token_id for update in made if update.token_id is not None))
+    assert llm.statistics.eager == {}
+    assert llm.engine.free_blocks == llm.engine.usable_blocks
+
+
+def test_a_failing_break_ends_its_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A break raises between segments that are on the device already: its request ends with that, the others are unharmed."""
+    on_cpu = tiny_model()
+    reference = greedy_reference(on_cpu, PROMPTS[0], max_tokens=20)
+    on_cpu.decoder.to("cuda")
+    llm = LLM(on_cpu, attention="torch", placement="break", **OPTIONS)
+    llm.start()
+    attention = llm.engine.state.attention
+    attend, calls = attention.attend, []
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        calls.append(None)
+        if len(calls) == 2:
+            raise RuntimeError("the break is broken")
+        attend(*args, **kwargs)
+
+    stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=20))
+    tokens = list(next(stream).token_ids)
+    monkeypatch.setattr(attention, "attend", fails)
+    with pytest.raises(RuntimeError, match="the break is broken"):
+        llm.generate(PROMPTS[2])
+    assert llm.generate(PROMPTS[3], SamplingParams(max_tokens=3))[0].token_ids
+    for chunk in stream:
+        tokens += chunk.token_ids
+    assert _agrees(reference, tuple(tokens))
+    assert llm.statistics.failed_steps == 1
+    assert llm.engine.free_blocks == llm.engine.usable_blocks
