@@ -42,13 +42,15 @@ class _Answer:
         request: The request.
         text: Its text; None for a model without tokenizer.
         whole: Whether its text is made at the end, which is cheaper than for each token; stop strings must be looked for in each.
-        chunks: Pieces that wait for the caller.
+        chunks: Pieces that wait for the caller; of a whole one, a single piece at its end.
+        logprobs: Of a whole one, those of its tokens so far.
     """
 
     request: Request
     text: OutputText | None
     whole: bool
     chunks: deque[Chunk] = attrs.field(factory=deque)
+    logprobs: list[TokenLogprobs] = attrs.field(factory=list)
 
 
 class LLM:
@@ -207,8 +209,8 @@ class LLM:
             for prompt, wanted in zip(batch, each, strict=True):
                 answers.append(self._submit(prompt, params=wanted, chat=chat, whole=not wanted.stop))
             while any(answer.request in self._answers for answer in answers):
-                self._pump()
-                _raise_error(answers)
+                if self._pump():
+                    _raise_error(answers)
         finally:
             self._abandon(answers)
         return [_completion(answer) for answer in answers]
@@ -239,8 +241,8 @@ class LLM:
                 while answer.chunks:
                     yield answer.chunks.popleft()
                 if answer.request in self._answers:
-                    self._pump()
-                    _raise_error([answer])
+                    if self._pump():
+                        _raise_error([answer])
         finally:
             self._abandon([answer])
 
@@ -272,7 +274,8 @@ class LLM:
         way_out = larger if limit < positions else "use a model with more positions"
         check_prompt(tokens, max_seq_len=limit, fix=f"Shorten the prompt, or {way_out}.")
 
-    def _pump(self) -> None:
+    def _pump(self) -> bool:
+        """Makes a step and takes its tokens. True: it raised, and answers have ended by that."""
         engine = self.engine
         if not engine.has_work:
             raise InternalError("answers are waited for, and the engine has nothing to do.")
@@ -281,7 +284,7 @@ class LLM:
         except Exception:
             if not self._close_failed():  # it hit requests of the engine's own callers, who look at it
                 raise
-            return
+            return True
         except BaseException:
             # The step may be half launched: nothing that runs now can be trusted to go on.
             engine.reset()
@@ -290,6 +293,7 @@ class LLM:
             raise
         for token in tokens:
             self._take(token)
+        return False
 
     def _close_failed(self) -> bool:
         """Closes the answers whose step raised; whoever reads one of them gets the exception. False: there is none."""
@@ -303,8 +307,14 @@ class LLM:
         answer = self._answers.get(request)
         if answer is None:  # added to the engine directly: its caller finds the token in output_ids
             return
+        if answer.whole:
+            if token.logprobs is not None:
+                answer.logprobs.append(token.logprobs)
+            if request.finish_reason is not None:
+                self._close(answer, token_ids=(), reason=request.finish_reason)
+            return
         text = ""
-        if answer.text is not None and not answer.whole and token.token_id not in request.stop_ids:
+        if answer.text is not None and token.token_id not in request.stop_ids:
             text = answer.text.push(token.token_id)
             if answer.text.stopped:
                 self.engine.finish(request, reason=FinishReason.STOP)
@@ -324,14 +334,14 @@ class LLM:
         text: str = "",
         logprobs: tuple[TokenLogprobs, ...] | None = None,
     ) -> None:
-        rest = ""
+        if answer.whole:
+            token_ids, logprobs = tuple(answer.request.output_ids), tuple(answer.logprobs) or None
         if answer.text is not None:
             if answer.whole:
-                output = answer.request.output_ids
-                ended = bool(output) and output[-1] in answer.request.stop_ids
-                text = answer.text.push(*(output[:-1] if ended else output))
-            rest = answer.text.finish()
-        answer.chunks.append(Chunk(text=text + rest, token_ids=token_ids, finish_reason=reason, logprobs=logprobs))
+                ended = bool(token_ids) and token_ids[-1] in answer.request.stop_ids
+                text = answer.text.push(*(token_ids[:-1] if ended else token_ids))
+            text += answer.text.finish()
+        answer.chunks.append(Chunk(text=text, token_ids=token_ids, finish_reason=reason, logprobs=logprobs))
         answer.request.finish_reason = reason
         del self._answers[answer.request]
 

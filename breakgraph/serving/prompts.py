@@ -85,7 +85,6 @@ def encode(model: LoadedModel | OpenedModel, prompt: Prompt, *, chat: bool) -> l
     Raises:
         ConfigError: It is no prompt, is empty, out of the vocabulary, or the model has no tokenizer or no template.
     """
-    _check_kind(prompt)
     if not isinstance(prompt, str):
         return _checked_ids(prompt, vocabulary=model.vocab_size)
     if not prompt:
@@ -143,7 +142,11 @@ def has_chat_template(model: LoadedModel | OpenedModel) -> bool:
 
 
 def _checked_ids(prompt: Sequence[int], *, vocabulary: int) -> list[int]:
-    ids = list(prompt) if _are_integers(prompt) else [int(token) for token in prompt]
+    if _are_integers(prompt):
+        ids = list(prompt)
+    else:
+        _check_kind(prompt)
+        ids = [int(token) for token in prompt]
     if ids and (min(ids) < 0 or max(ids) >= vocabulary):
         wrong = [token for token in ids if not 0 <= token < vocabulary]
         raise ConfigError(

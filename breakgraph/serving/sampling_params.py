@@ -84,6 +84,10 @@ class SamplingParams:
             One or several.
         ignore_eos: Goes on after the model's end-of-sequence tokens.
 
+        penalises: Whether tokens that were used before are treated otherwise than others: then they have to be counted. Follows
+            from the others.
+        needs_logits: Whether a step of the request ends outside of its graph, on the logits. Follows from the others.
+
     Raises:
         ConfigError: A value is out of its range or of another type.
     """
@@ -103,7 +107,17 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_as_tokens)
     ignore_eos: bool = False
 
+    # Asked for each request of each step, so worked out once.
+    penalises: bool = attrs.field(init=False, eq=False, repr=False)
+    needs_logits: bool = attrs.field(init=False, eq=False, repr=False)
+
     def __attrs_post_init__(self) -> None:
+        self._check()
+        penalises = self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+        object.__setattr__(self, "penalises", penalises)
+        object.__setattr__(self, "needs_logits", penalises or bool(self.logit_bias) or self.logprobs is not None)
+
+    def _check(self) -> None:
         if not _is_int(self.max_tokens) or self.max_tokens < 1:
             raise _refuse(
                 "max_tokens", self.max_tokens, expected="an integer of at least 1", why="Nothing would be generated."
@@ -181,16 +195,6 @@ class SamplingParams:
                 why="There is no logit that it could be added to.",
                 fix="Take it out; or use the tokenizer of this model to find the token.",
             )
-
-    @property
-    def penalises(self) -> bool:
-        """Whether tokens that were used before are treated otherwise than others: then they have to be counted."""
-        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
-
-    @property
-    def needs_logits(self) -> bool:
-        """Whether a step of the request ends outside of its graph, on the logits."""
-        return self.penalises or bool(self.logit_bias) or self.logprobs is not None
 
 
 def _check_bias(pairs: tuple[Any, ...]) -> None:
