@@ -33,6 +33,86 @@ def _ms(cell: dict[str, float]) -> str:
     return f"{cell['median_ms']:.2f}"
 
 
+def serving_offline() -> str:
+    """Tokens a second of 256 requests."""
+    return _table(
+        ("model", "requests", "prompt + new tokens", "seconds", "output tokens/s"),
+        (
+            (
+                name,
+                row["requests"],
+                f"{row['prompt']} + {row['new']}",
+                f"{row['seconds']:.2f}",
+                f"{row['tokens_per_s']:.0f}",
+            )
+            for name, shape in _read("serving_speed_h200.json")["shapes"].items()
+            for row in (shape["offline"],)
+        ),
+    )
+
+
+def serving_first() -> str:
+    """Time to the first token."""
+    return _table(
+        ("model", "prompt", "first token, ms", "fastest, slowest", "graph alone, ms", "ratio"),
+        (
+            (
+                name,
+                row["prompt"],
+                f"{row['ms']:.2f}",
+                f"{row['fastest_ms']:.2f}, {row['slowest_ms']:.2f}",
+                f"{row['graph_alone_ms']:.2f}",
+                f"{row['to_graph_alone']:.3f}",
+            )
+            for name, shape in _read("serving_speed_h200.json")["shapes"].items()
+            for row in shape["first_token"]
+        ),
+    )
+
+
+def serving_decode() -> str:
+    """The step of a decode."""
+    parts = ("schedule", "prepare", "launch", "wait", "process")
+    return _table(
+        (
+            "model",
+            "batch",
+            "decode step, ms",
+            "graph alone, ms",
+            "overhead",
+            "tokens/s",
+            *(f"{part}, ms" for part in parts),
+        ),
+        (
+            (
+                name,
+                row["batch"],
+                f"{row['step_ms']:.2f}",
+                f"{row['graph_alone_ms']:.2f}",
+                f"{100 * row['overhead']:.1f} %",
+                f"{row['tokens_per_s']:.0f}",
+                *(f"{row['parts_ms'][part]:.2f}" for part in parts),
+            )
+            for name, shape in _read("serving_speed_h200.json")["shapes"].items()
+            for row in shape["decode"]
+        ),
+    )
+
+
+def decode_kernels() -> str:
+    """Both decode kernels by shape, batch and context."""
+    rows = _read("decode_kernels_h200.json")["rows"]
+    contexts = sorted({row["context"] for row in rows})
+    cases: dict[tuple[str, int], dict[int, str]] = {}
+    for row in rows:
+        cell = f"{row['cuda_cores_us']:.0f} / {row['tensor_cores_us']:.0f}"
+        cases.setdefault((row["model"], row["batch"]), {})[row["context"]] = cell
+    return _table(
+        ("model", "batch", *(f"context {context}" for context in contexts)),
+        ((model, batch, *(cells[context] for context in contexts)) for (model, batch), cells in cases.items()),
+    )
+
+
 def prefill() -> str:
     """Prefill steps of all shapes."""
     return _table(
@@ -437,6 +517,10 @@ TABLES: dict[str, Callable[[], str]] = {
         fast_path,
         fast_path_periods,
         transformers_models,
+        serving_offline,
+        serving_first,
+        serving_decode,
+        decode_kernels,
     )
 }
 

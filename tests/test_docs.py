@@ -8,10 +8,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import attrs
 import pytest
+import torch
 
 from benchmarks import tables
+from breakgraph.serving import EngineConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -50,6 +54,42 @@ def test_the_examples_of_the_models_page_run(
     said = capsys.readouterr().out
     assert said.splitlines()[0] == choice.splitlines()[-1].removeprefix("# ")
     assert "0 eager" in said
+
+
+def test_the_loop_of_the_serving_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """The model and the loop of docs/serving.md run as they stand: 40 lines, every step a replay, the tokens of eager steps."""
+    client, model, loop = examples("python", page="docs/serving.md")
+    ast.parse(client)
+    written = loop[loop.index("class Loop") : loop.index("with torch.no_grad()")]
+    assert sum(bool(line.strip()) for line in written.splitlines()) <= 40
+    namespace: dict[str, Any] = {"__name__": "serving"}
+    for block in (model, loop):
+        exec(compile(block, "docs/serving.md", "exec"), namespace)
+    assert capsys.readouterr().out.splitlines()[-1] == "7 Counter()"
+    made, prompts = namespace["loop"], [[7, 7, 1], [2], [9, 8, 7, 6, 5, 4]]
+    with torch.no_grad():
+        replayed = made.generate(prompts, new=6)
+        made.model.cache.zero_()
+        with made.prefill.suspend(), made.decode.suspend():
+            assert made.generate(prompts, new=6) == replayed
+
+
+def test_the_serving_page_names_what_there_is() -> None:
+    """Every route, option and field that docs/serving.md names exists."""
+    page = (ROOT / "docs" / "serving.md").read_text()
+    said = subprocess.run(
+        [sys.executable, "-m", "breakgraph", "serve", "--help"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "200", "PYTHONPATH": str(ROOT)},
+    ).stdout
+    options = set(re.findall(r"`(--[a-z-]+)", page)) - {"--help"}
+    assert len(options) >= 6
+    assert not {option for option in options if option not in said}
+    fields = {field.name for field in attrs.fields(EngineConfig)}
+    named = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", page, flags=re.MULTILINE)
+    assert {name for row in named for name in re.findall(r"`(\w+)`", row)} <= fields
+    assert named
 
 
 def test_the_commands_of_the_models_page_run(tmp_path: Path) -> None:
