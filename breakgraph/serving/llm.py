@@ -240,9 +240,8 @@ class LLM:
             while answer.chunks or answer.request in self._answers:
                 while answer.chunks:
                     yield answer.chunks.popleft()
-                if answer.request in self._answers:
-                    if self._pump():
-                        _raise_error([answer])
+                if answer.request in self._answers and self._pump():
+                    _raise_error([answer])
         finally:
             self._abandon([answer])
 
