@@ -58,13 +58,22 @@ class Alone:
 
 
 @pytest.fixture(
-    params=[pytest.param("tiny", id="tiny"), pytest.param("demo", id="demo", marks=pytest.mark.demo)], scope="module"
+    params=[
+        pytest.param("tiny", id="tiny"),
+        pytest.param("tiny on a GPU", id="tiny on a GPU", marks=pytest.mark.gpu),
+        pytest.param("demo", id="demo", marks=pytest.mark.demo),
+    ],
+    scope="module",
 )
 def llms(request: pytest.FixtureRequest) -> tuple[LLM, LLM]:
     """An engine to serve, with too few blocks for a full batch, and one to ask alone, without graphs."""
-    if request.param == "tiny":
+    if request.param.startswith("tiny"):
         options = {**OPTIONS, "num_blocks": 60, "max_batch_size": 8}
-        return LLM(speaking_model(), **options), LLM(speaking_model(), **{**options, "graphs": False})
+        model = speaking_model()
+        if request.param != "tiny":
+            model.decoder.to("cuda")
+            options |= {"attention": "torch", "measure": "never"}
+        return LLM(model, **options), LLM(speaking_model(), **{**options, "graphs": False})
     options = {
         "max_batch_size": 8,
         "max_num_tokens": 64,
