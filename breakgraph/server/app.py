@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -11,6 +12,7 @@ from typing import Any
 import attrs
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from breakgraph.server.answers import Answer, merged
 from breakgraph.server.bodies import read_json, until_gone
@@ -23,6 +25,8 @@ from breakgraph.server.service import Service
 from breakgraph.server.token_texts import TokenTexts
 
 __all__ = ["create_app"]
+
+_LOG = logging.getLogger(__name__)
 
 _CLIENT_GONE = 499  # nobody reads it; it is for logs and counters
 _GRACE_SECONDS = 5.0  # for the last event of a stream whose time is over
@@ -122,7 +126,11 @@ class _Completions:
         service = self.service
         request = parse(CompletionRequest, body=body)
         _check_model(service, request.model)
-        prompts = await service.encode(lambda: completion_prompts(request, model=service.model, limits=service.limits))
+        prompts = await service.encode(
+            lambda: completion_prompts(
+                request, model=service.model, limits=service.limits, most_characters=service.most_characters
+            )
+        )
         tokens = None if request.logprobs is None else _token_texts(service)
         return _Asked(request, prompts, CompletionForm(model=service.name, tokens=tokens))
 
@@ -138,7 +146,9 @@ class _Chat:
         service = self.service
         request = parse(ChatRequest, body=body)
         _check_model(service, request.model)
-        prompt = await service.encode(lambda: chat_prompt(request, model=service.model))
+        prompt = await service.encode(
+            lambda: chat_prompt(request, model=service.model, most_characters=service.most_characters)
+        )
         tokens = _token_texts(service) if request.logprobs else None
         return _Asked(request, [prompt], ChatForm(model=service.name, tokens=tokens))
 
@@ -155,9 +165,14 @@ async def _counted(service: Service, request: Request, endpoint: _Completions | 
 
     try:
         response = await _answer(service, request, endpoint, count)
-    except ApiError as error:
-        count(str(error.status))
-        raise
+    except ClientDisconnect:  # in the middle of its body
+        response = Response(status_code=_CLIENT_GONE)
+    except Exception as error:
+        told = api_error(error)
+        if told is not error and told.status >= 500:
+            _LOG.error("%s failed: %s", request.url.path, told.message, exc_info=error)
+        count(str(told.status))
+        raise told from error
     if not isinstance(response, EventStream):
         count("disconnect" if response.status_code == _CLIENT_GONE else str(response.status_code))
     return response
@@ -197,8 +212,6 @@ async def _whole(request: Request, asked: _Asked, answers: Sequence[Answer]) -> 
         if not collected.done():
             return Response(status_code=_CLIENT_GONE)
         return _json(collected.result())
-    except Exception as error:
-        raise api_error(error) from error
     finally:
         for task in (collected, gone):
             task.cancel()

@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import Any
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from breakgraph.server.errors import ApiError
 from breakgraph.server.limits import Limits
@@ -99,8 +99,5 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 async def until_gone(request: Request) -> None:
     """Returns when the client has gone away. The body must have been read."""
-    try:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-    except ClientDisconnect:
-        return
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -20,6 +20,8 @@ __all__ = ["chat_prompt", "completion_prompts", "sampling_params"]
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 _MOST_LOGPROBS = 20
+_MOST_STOPS, _LONGEST_STOP = 16, 256
+_MOST_BIASED = 1024
 _SAME_NAME = (
     "temperature",
     "top_p",
@@ -33,13 +35,16 @@ _SAME_NAME = (
 )
 
 
-def completion_prompts(request: CompletionRequest, *, model: LoadedModel, limits: Limits) -> list[list[int]]:
+def completion_prompts(
+    request: CompletionRequest, *, model: LoadedModel, limits: Limits, most_characters: int
+) -> list[list[int]]:
     """Token ids of each prompt.
 
     Args:
         request: Checked.
         model: Its tokenizer does the work.
         limits: Of the number of prompts.
+        most_characters: Longer texts cannot fit, however few tokens they make.
 
     Raises:
         ApiError: `prompt` is no text, no token ids and no list of those, is empty, or is out of the vocabulary.
@@ -55,6 +60,9 @@ def completion_prompts(request: CompletionRequest, *, model: LoadedModel, limits
                 param="prompt",
                 code="invalid_value",
             )
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                _check_text(len(prompt), most=most_characters, param="prompt")
         encoded = [encode(model, prompt, chat=False) for prompt in prompts]
         for ids in encoded:
             check_prompt(
@@ -65,12 +73,13 @@ def completion_prompts(request: CompletionRequest, *, model: LoadedModel, limits
         raise _about("prompt", error) from None
 
 
-def chat_prompt(request: ChatRequest, *, model: LoadedModel) -> list[int]:
+def chat_prompt(request: ChatRequest, *, model: LoadedModel, most_characters: int) -> list[int]:
     """Token ids of a conversation in the model's chat template.
 
     Args:
         request: Checked.
         model: With the template.
+        most_characters: See `completion_prompts`.
 
     Raises:
         ApiError: There is no template, or it refuses these messages; content is not text.
@@ -78,10 +87,21 @@ def chat_prompt(request: ChatRequest, *, model: LoadedModel) -> list[int]:
     if not request.messages:
         raise ApiError("messages is empty; there is nothing to answer.", param="messages", code="invalid_value")
     messages = [_message(message, place=f"messages[{index}]") for index, message in enumerate(request.messages)]
+    _check_text(sum(len(message["content"]) for message in messages), most=most_characters, param="messages")
     try:
         return encode_chat(model, messages)
     except ConfigError as error:
         raise _about("messages", error) from None
+
+
+def _check_text(characters: int, *, most: int, param: str) -> None:
+    """Refuses a text before it keeps the tokenizer busy, and everybody who waits for it."""
+    if characters > most:
+        raise ApiError(
+            f"The text has {characters} characters; one of more than {most} does not fit, however few tokens it makes. Shorten it.",
+            param=param,
+            code="context_length_exceeded",
+        )
 
 
 def _message(message: Message, *, place: str) -> dict[str, str]:
@@ -124,10 +144,17 @@ def sampling_params(
     """
     values = _author(defaults) | {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
     if request.stop is not None:
-        values["stop"] = request.stop
+        values["stop"] = _stop(request.stop)
     if request.stop_token_ids is not None:
         values["stop_token_ids"] = request.stop_token_ids
     if request.logit_bias is not None:
+        if len(request.logit_bias) > _MOST_BIASED:
+            raise ApiError(
+                f"logit_bias has {len(request.logit_bias)} tokens; at most {_MOST_BIASED} are taken, since they are added at"
+                " every step.",
+                param="logit_bias",
+                code="invalid_value",
+            )
         values["logit_bias"] = _logit_bias(request.logit_bias)
     values["max_tokens"] = _max_tokens(request, room=room, prompt_tokens=prompt_tokens)
     values["logprobs"] = _logprobs(request)
@@ -203,6 +230,18 @@ def _logprobs(request: GenerationRequest) -> int | None:
             why="It counts tokens beside each token.",
         )
     return count
+
+
+def _stop(given: str | list[str]) -> list[str]:
+    strings = [given] if isinstance(given, str) else given
+    if len(strings) > _MOST_STOPS or any(len(string) > _LONGEST_STOP for string in strings):
+        raise ApiError(
+            f"stop has {len(strings)} strings, the longest of {max(map(len, strings))} characters; at most {_MOST_STOPS} of at"
+            f" most {_LONGEST_STOP} are taken, since they are looked for at every token.",
+            param="stop",
+            code="invalid_value",
+        )
+    return strings
 
 
 def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:

@@ -24,6 +24,8 @@ __all__ = ["Service"]
 
 R = TypeVar("R")
 
+_DROPPED = 4  # of as many characters, a tokenizer that normalises its text may leave one
+
 
 class Service:
     """Answers prompts from an event loop.
@@ -54,6 +56,8 @@ class Service:
         # A fast tokenizer may not be changed by one thread while another one uses it, and encoding changes its settings.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="breakgraph-encode")
         self._decoding = copy.deepcopy(model.tokenizer)
+        vocabulary = () if model.tokenizer is None else model.tokenizer.get_vocab()
+        self._longest_token = max(map(len, vocabulary), default=1)
         self._answers: dict[Answer, asyncio.TimerHandle] = {}
 
     async def start(self) -> None:
@@ -69,6 +73,11 @@ class Service:
         if self._thread is not None:
             await asyncio.to_thread(self._thread.stop)
         self._encoder.shutdown()
+
+    @property
+    def most_characters(self) -> int:
+        """Characters beyond which no text fits: as many as the longest tokens have, and some for what a tokenizer drops."""
+        return self.room * self._longest_token * _DROPPED
 
     @property
     def room(self) -> int:
