@@ -110,6 +110,7 @@ def test_a_signal_drains_and_ends_with_0(server: Serving) -> None:
         (["--max-body-mb", "0"], "max_body_bytes is 0"),
         (["--request-timeout", "-1"], "request_seconds is -1"),
         (["--api-key", ""], "the API key is empty"),
+        (["--api-key", "clé"], "cannot carry"),
         (["--model", "/no/such/folder"], "/no/such/folder"),
         (["--host", "203.0.113.7"], "cannot have 203.0.113.7:8000"),
     ],

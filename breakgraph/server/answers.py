@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import attrs
 
+from breakgraph.errors import InternalError
 from breakgraph.serving.engine_thread import Ticket, Update
 from breakgraph.serving.requests import FinishReason, TokenLogprobs
 from breakgraph.serving.text import OutputText
@@ -28,12 +29,14 @@ class Piece:
         text: New text; empty while a character or a possible stop string is still incomplete.
         token_ids: The tokens since the last piece.
         logprobs: One for each token, where they were asked for.
+        offsets: Of those tokens, the characters of the answer's text before them.
         finish_reason: None until the last piece.
     """
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
+    offsets: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
 
 
@@ -134,6 +137,7 @@ class Answer:
         texts: list[str] = []
         tokens: list[int] = []
         logprobs: list[TokenLogprobs] = []
+        offsets: list[int] = []
         reason: FinishReason | None = None
         while self._updates and reason is None:
             update = self._updates.popleft()
@@ -147,6 +151,7 @@ class Answer:
             tokens.append(update.token_id)
             if update.logprobs is not None:
                 logprobs.append(update.logprobs)
+                offsets.append(0 if self._text is None else self._text.position)
             if self._text is None or (reason is FinishReason.STOP):
                 continue  # a stop token is no part of the text
             texts.append(self._text.push(update.token_id))
@@ -156,7 +161,15 @@ class Answer:
                 reason = FinishReason.STOP
         if reason is not None and self._text is not None:
             texts.append(self._text.finish())
-        return Piece(text="".join(texts), token_ids=tuple(tokens), logprobs=tuple(logprobs), finish_reason=reason)
+            if self._text.stopped:  # in what was held until the end
+                reason = FinishReason.STOP
+        return Piece(
+            text="".join(texts),
+            token_ids=tuple(tokens),
+            logprobs=tuple(logprobs),
+            offsets=tuple(offsets),
+            finish_reason=reason,
+        )
 
     def _note(self, update: Update) -> None:
         times = self.times
@@ -185,6 +198,10 @@ async def merged(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Piece]]:
                 await queue.put((index, piece))
         except Exception as error:
             await queue.put((index, error))
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # such as a panic in the tokenizer: whoever reads must not wait for ever
+            await queue.put((index, _wrapped(error)))
 
     tasks = [asyncio.create_task(pump(index, answer)) for index, answer in enumerate(answers)]
     left = len(answers)
@@ -199,3 +216,7 @@ async def merged(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Piece]]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _wrapped(error: BaseException) -> Exception:
+    return InternalError(f"{type(error).__name__}: {error}")

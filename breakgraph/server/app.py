@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -19,12 +20,14 @@ from breakgraph.server.bodies import read_json, until_gone
 from breakgraph.server.errors import ApiError, api_error
 from breakgraph.server.event_stream import DONE, EventStream, event, json_bytes
 from breakgraph.server.forms import ChatForm, CompletionForm, Form
-from breakgraph.server.prompting import chat_prompt, completion_prompts, sampling_params
+from breakgraph.server.prompting import chat_prompt, completion_prompts, default_tokens, sampling_params
 from breakgraph.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse
 from breakgraph.server.service import Service
-from breakgraph.server.token_texts import TokenTexts
+from breakgraph.serving.sampling_params import SamplingParams
 
 __all__ = ["create_app"]
+
+R = TypeVar("R")
 
 _LOG = logging.getLogger(__name__)
 
@@ -48,7 +51,9 @@ def create_app(service: Service, *, api_key: str | None = None) -> FastAPI:
         finally:
             await service.stop()
 
-    app = FastAPI(title="breakgraph", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="breakgraph", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
+    )
     app.add_exception_handler(ApiError, _told)
     app.add_exception_handler(HTTPException, _told)
     app.include_router(_api(service, api_key=api_key))
@@ -131,7 +136,7 @@ class _Completions:
                 request, model=service.model, limits=service.limits, most_characters=service.most_characters
             )
         )
-        tokens = None if request.logprobs is None else _token_texts(service)
+        tokens = None if request.logprobs is None else service.token_texts()
         return _Asked(request, prompts, CompletionForm(model=service.name, tokens=tokens))
 
 
@@ -149,12 +154,8 @@ class _Chat:
         prompt = await service.encode(
             lambda: chat_prompt(request, model=service.model, most_characters=service.most_characters)
         )
-        tokens = _token_texts(service) if request.logprobs else None
+        tokens = service.token_texts() if request.logprobs else None
         return _Asked(request, [prompt], ChatForm(model=service.name, tokens=tokens))
-
-
-def _token_texts(service: Service) -> TokenTexts:
-    return TokenTexts(service.model.tokenizer, decode=service.token_text)
 
 
 async def _counted(service: Service, request: Request, endpoint: _Completions | _Chat) -> Response:
@@ -181,41 +182,66 @@ async def _counted(service: Service, request: Request, endpoint: _Completions | 
 async def _answer(
     service: Service, request: Request, endpoint: _Completions | _Chat, count: Callable[[str], None]
 ) -> Response:
-    asked = await endpoint.ask(await read_json(request, limits=service.limits))
-    params = sampling_params(
-        asked.request,
-        defaults=service.model.generation,
-        room=service.room,
-        prompt_tokens=max(map(len, asked.prompts)),
-    )
-    answers = service.admit(asked.prompts, params)
+    text = bytearray()
+    with service.held(lambda: len(text)) as note:
+        body = await read_json(request, limits=service.limits, body=text, note=note)
+        begin = time.monotonic()
+        asked = await _unless_gone(request, endpoint.ask(body), service=service)
+    if asked is None:
+        return Response(status_code=_CLIENT_GONE)
+    params = _params(asked, service=service)
+    left = max(service.limits.request_seconds - (time.monotonic() - begin), 0.0)
+    answers = service.admit(asked.prompts, params, seconds=left)
     if asked.request.streams:
+        failures: list[ApiError] = []
 
         def end(outcome: str) -> None:
             service.release(answers)
-            count(outcome)
+            count(str(failures[0].status) if failures and outcome == "200" else outcome)
 
-        seconds = service.limits.request_seconds + _GRACE_SECONDS
-        return EventStream(_events(asked, answers), seconds=seconds, on_end=end)
+        return EventStream(_events(asked, answers, failures), seconds=left + _GRACE_SECONDS, on_end=end)
     try:
-        return await _whole(request, asked, answers)
+        whole = await _unless_gone(request, _collect(asked, answers), service=service)
     finally:
         service.release(answers)
+    return Response(status_code=_CLIENT_GONE) if whole is None else _json(whole)
 
 
-async def _whole(request: Request, asked: _Asked, answers: Sequence[Answer]) -> Response:
-    """The answer in one piece, unless its client goes away."""
-    collected = asyncio.create_task(_collect(asked, answers))
+def _params(asked: _Asked, *, service: Service) -> list[SamplingParams]:
+    """The parameters of each prompt: where nothing is said of its answer's length, each has its own room."""
+    lengths = [len(prompt) for prompt in asked.prompts]
+    made = sampling_params(
+        asked.request,
+        defaults=service.model.generation,
+        model=service.model,
+        room=service.room,
+        prompt_tokens=max(lengths),
+    )
+    if len(lengths) == 1 or asked.request.max_tokens is not None:
+        return [made] * len(lengths)
+    return [
+        attrs.evolve(made, max_tokens=default_tokens(room=service.room, prompt_tokens=length)) for length in lengths
+    ]
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, R], *, service: Service) -> R | None:
+    """What work gives, or None where the client goes away meanwhile; then it is cancelled.
+
+    Raises:
+        ApiError: It took too long (504).
+    """
+    working = asyncio.create_task(work)
     gone = asyncio.create_task(until_gone(request))
     try:
-        await asyncio.wait({collected, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not collected.done():
-            return Response(status_code=_CLIENT_GONE)
-        return _json(collected.result())
+        seconds = service.limits.request_seconds + _GRACE_SECONDS  # answers have a time of their own, which is shorter
+        done, _ = await asyncio.wait({working, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            raise service.late()
+        return working.result() if working.done() else None
     finally:
-        for task in (collected, gone):
+        for task in (working, gone):
             task.cancel()
-        await asyncio.gather(collected, gone, return_exceptions=True)
+        await asyncio.gather(working, gone, return_exceptions=True)
 
 
 async def _collect(asked: _Asked, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -224,7 +250,7 @@ async def _collect(asked: _Asked, answers: Sequence[Answer]) -> dict[str, Any]:
     return asked.form.whole(answers)
 
 
-async def _events(asked: _Asked, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
+async def _events(asked: _Asked, answers: Sequence[Answer], failures: list[ApiError]) -> AsyncIterator[bytes]:
     form, includes_usage = asked.form, asked.request.includes_usage
 
     def framed(chunk: dict[str, Any]) -> bytes:
@@ -240,7 +266,8 @@ async def _events(asked: _Asked, answers: Sequence[Answer]) -> AsyncIterator[byt
         if includes_usage:
             yield event(form.usage_chunk(answers))
     except Exception as error:
-        yield event(api_error(error).body)
+        failures.append(api_error(error))
+        yield event(failures[0].body)
     yield DONE
 
 
@@ -268,13 +295,28 @@ def _json(value: object, *, status: int = 200) -> Response:
     return Response(json_bytes(value), status_code=status, media_type="application/json")
 
 
-async def _told(_: Request, error: Exception) -> Response:
+async def _told(request: Request, error: Exception) -> Response:
+    headers = None
     if isinstance(error, HTTPException):  # no such route, or another method
-        error = ApiError(f"{error.detail}.", status=error.status_code, code="no_such_route")
+        headers, known = error.headers, "/v1/completions, /v1/chat/completions, /v1/models, /health and /metrics"
+        what = f"{request.method} {request.url.path!r:.80}"
+        if error.status_code == 405:
+            error = ApiError(
+                f"{what}: the route takes {(headers or {}).get('Allow', 'another method')}.",
+                status=405,
+                code="wrong_method",
+            )
+        else:
+            error = ApiError(
+                f"{what} is not there. The routes are {known}.", status=error.status_code, code="no_such_route"
+            )
     assert isinstance(error, ApiError)
     response = _json(error.body, status=error.status)
+    response.headers.update(headers or {})
     if error.status == 401:
         response.headers["www-authenticate"] = "Bearer"
     if error.status == 503:
         response.headers["retry-after"] = "1"
+    if error.status in (408, 413):  # the client may still be sending
+        response.headers["connection"] = "close"
     return response

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
 from breakgraph.errors import BreakgraphError, ConfigError
 
-__all__ = ["ApiError", "api_error", "field_error"]
+__all__ = ["ApiError", "api_error", "field_error", "shown"]
 
+_LONGEST = 2000
+_SHOWN = 120
 _TYPES = {
     400: "invalid_request_error",
     401: "invalid_request_error",
@@ -40,7 +43,7 @@ class ApiError(Exception):
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.message = message
+        self.message = message if len(message) <= _LONGEST else f"{message[:_LONGEST]} ..."
         self.status = status
         self.param = param
         self.code = code
@@ -61,7 +64,18 @@ def field_error(param: str, *, got: object, expected: str, why: str) -> ApiError
         expected: What it may be.
         why: Why nothing else will do.
     """
-    return ApiError(f"{param} is {got!r:.120}; expected {expected}. {why}", param=param, code="invalid_value")
+    return ApiError(f"{param} is {shown(got)}; expected {expected}. {why}".rstrip(), param=param, code="invalid_value")
+
+
+def shown(value: object) -> str:
+    """A value as JSON spells it, cut to what a line has room for.
+
+    Args:
+        value: From a body.
+    """
+    if value is None or isinstance(value, (bool, str)):
+        return f"{json.dumps(value[:_SHOWN] if isinstance(value, str) else value, ensure_ascii=False):.{_SHOWN}}"
+    return f"{value!r:.{_SHOWN}}"
 
 
 def api_error(error: BaseException) -> ApiError:

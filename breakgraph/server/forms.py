@@ -40,13 +40,13 @@ class _Choice:
     Attributes:
         texts: Its text, in pieces.
         logprobs: Of its tokens.
-        offset: Characters of the tokens so far.
+        offsets: Characters before each of them.
         finish_reason: None until the end.
     """
 
     texts: list[str] = attrs.field(factory=list)
     logprobs: list[TokenLogprobs] = attrs.field(factory=list)
-    offset: int = 0
+    offsets: list[int] = attrs.field(factory=list)
     finish_reason: FinishReason | None = None
 
 
@@ -77,6 +77,7 @@ class Form(abc.ABC):
         choice = self._choice(index)
         choice.texts.append(piece.text)
         choice.logprobs += piece.logprobs
+        choice.offsets += piece.offsets
         choice.finish_reason = piece.finish_reason
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -131,33 +132,31 @@ class CompletionForm(Form):
     id_prefix = "cmpl"
 
     def _whole(self, index: int, choice: _Choice) -> dict[str, Any]:
-        return self._body(index, "".join(choice.texts), choice.logprobs, choice.finish_reason)
+        told = self._logprobs(choice.logprobs, choice.offsets)
+        return self._body(index, "".join(choice.texts), told, choice.finish_reason)
 
     def _part(self, index: int, piece: Piece) -> dict[str, Any]:
-        return self._body(index, piece.text, piece.logprobs, piece.finish_reason)
+        return self._body(index, piece.text, self._logprobs(piece.logprobs, piece.offsets), piece.finish_reason)
 
     def _body(
-        self, index: int, text: str, logprobs: Sequence[TokenLogprobs], reason: FinishReason | None
+        self, index: int, text: str, logprobs: dict[str, Any] | None, reason: FinishReason | None
     ) -> dict[str, Any]:
         return {
             "index": index,
             "text": text,
-            "logprobs": self._logprobs(index, logprobs) if self._tokens is not None else None,
+            "logprobs": logprobs,
             "finish_reason": None if reason is None else reason.value,
         }
 
-    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        tokens, choice = self._tokens, self._choice(index)
-        assert tokens is not None
-        offsets = []
-        for one in logprobs:
-            offsets.append(choice.offset)
-            choice.offset += len(tokens.text(one.token_id))
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs], offsets: Sequence[int]) -> dict[str, Any] | None:
+        tokens = self._tokens
+        if tokens is None:
+            return None
         return {
             "tokens": [tokens.name(one.token_id) for one in logprobs],
             "token_logprobs": [one.logprob for one in logprobs],
             "top_logprobs": [tokens.by_name({one.token_id: one.logprob, **dict(one.top)}) for one in logprobs],
-            "text_offset": offsets,
+            "text_offset": list(offsets),
         }
 
 

@@ -14,7 +14,7 @@ from breakgraph.models.via import Via
 from breakgraph.server.app import create_app
 from breakgraph.server.limits import Limits
 from breakgraph.server.run import Running, bind, run_server
-from breakgraph.server.service import Service
+from breakgraph.server.service import Service, require_tokenizer
 from breakgraph.serving.llm import LLM, Progress
 from breakgraph.serving.startup import choose_device
 
@@ -75,12 +75,7 @@ class ServeJob:
         Raises:
             ConfigError: Something was given that cannot work.
         """
-        if self.api_key == "":
-            raise ConfigError(
-                "the API key is empty.",
-                why="It would let everybody in who sends nothing.",
-                fix="Give a key, or leave it out.",
-            )
+        _check_key(self.api_key)
         kind = choose_device(self.device).type
         given = {name: value for name, value in self.options.items() if value is not None}
         llm = LLM(
@@ -96,6 +91,7 @@ class ServeJob:
             with bars() as progress:
                 llm.progress = progress
                 llm.start()
+            require_tokenizer(llm.model)
             started(llm)
             service = Service(llm.model, engine=llm.engine, name=self.name or self._short_name, limits=self.limits)
             if self.host not in _LOOPBACK and self.api_key is None:
@@ -104,10 +100,27 @@ class ServeJob:
             def ready(running: Running) -> None:
                 say(f"serving {service.name} at {running.address}/v1; Ctrl-C ends it.")
 
-            run_server(create_app(service, api_key=self.api_key), service=service, listener=listener, on_ready=ready)
+            def draining(running: int) -> None:
+                if running:
+                    say(
+                        f"{running} answers run and may go on for {self.limits.drain_seconds:g} s; Ctrl-C ends them now."
+                    )
+
+            app = create_app(service, api_key=self.api_key)
+            run_server(app, service=service, listener=listener, on_ready=ready, on_drain=draining)
         finally:
             listener.close()
 
     @property
     def _short_name(self) -> str:
         return self.model if self.model == "demo" else Path(self.model).expanduser().resolve().name
+
+
+def _check_key(key: str | None) -> None:
+    """Refuses keys that no client can send in a header."""
+    if key is not None and not (key and key.isascii() and key.isprintable() and key == key.strip()):
+        raise ConfigError(
+            "the API key is empty, or has characters that a header cannot carry.",
+            why="It would let everybody in, or nobody.",
+            fix="Give printable ASCII without spaces at its ends, or leave it out.",
+        )

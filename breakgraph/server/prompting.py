@@ -16,11 +16,11 @@ from breakgraph.serving.prompts import encode, encode_chat, prompts_of
 from breakgraph.serving.sampling_params import SamplingParams
 from breakgraph.serving.scheduler import check_prompt
 
-__all__ = ["chat_prompt", "completion_prompts", "sampling_params"]
+__all__ = ["chat_prompt", "completion_prompts", "default_tokens", "sampling_params"]
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 _MOST_LOGPROBS = 20
-_MOST_STOPS, _LONGEST_STOP = 16, 256
+_LONGEST_STOP = 256
 _MOST_BIASED = 1024
 _SAME_NAME = (
     "temperature",
@@ -98,7 +98,7 @@ def _check_text(characters: int, *, most: int, param: str) -> None:
     """Refuses a text before it keeps the tokenizer busy, and everybody who waits for it."""
     if characters > most:
         raise ApiError(
-            f"The text has {characters} characters; one of more than {most} does not fit, however few tokens it makes. Shorten it.",
+            f"The text has {characters} characters; one of more than {most} does not fit, whatever its tokens. Shorten it.",
             param=param,
             code="context_length_exceeded",
         )
@@ -129,13 +129,14 @@ def _content(content: object, *, place: str) -> str:
 
 
 def sampling_params(
-    request: GenerationRequest, *, defaults: GenerationDefaults, room: int, prompt_tokens: int
+    request: GenerationRequest, *, defaults: GenerationDefaults, model: LoadedModel, room: int, prompt_tokens: int
 ) -> SamplingParams:
     """How the answer is drawn. What a request leaves out is the model author's choice; temperature is 1 where they say nothing.
 
     Args:
         request: Checked.
         defaults: The author's.
+        model: Whose tokens they are.
         room: Most tokens of prompt and answer.
         prompt_tokens: Tokens of its longest prompt.
 
@@ -147,6 +148,10 @@ def sampling_params(
         values["stop"] = _stop(request.stop)
     if request.stop_token_ids is not None:
         values["stop_token_ids"] = request.stop_token_ids
+        wrong = [token for token in request.stop_token_ids if not 0 <= token < model.vocab_size]
+        if wrong:
+            expected = f"tokens from 0 to {model.vocab_size - 1}"
+            raise field_error("stop_token_ids", got=wrong[0], expected=expected, why="It could never be generated.")
     if request.logit_bias is not None:
         if len(request.logit_bias) > _MOST_BIASED:
             raise ApiError(
@@ -179,6 +184,16 @@ def _author(defaults: GenerationDefaults) -> dict[str, Any]:
     return made
 
 
+def default_tokens(*, room: int, prompt_tokens: int) -> int:
+    """Tokens of a completion of which nothing is said.
+
+    Args:
+        room: Most tokens of prompt and answer.
+        prompt_tokens: Of the prompt.
+    """
+    return min(_DEFAULT_COMPLETION_TOKENS, max(room - prompt_tokens, 1))
+
+
 def _max_tokens(request: GenerationRequest, *, room: int, prompt_tokens: int) -> int:
     name, asked = "max_tokens", request.max_tokens
     if isinstance(request, ChatRequest):
@@ -191,7 +206,7 @@ def _max_tokens(request: GenerationRequest, *, room: int, prompt_tokens: int) ->
                 )
             name, asked = "max_completion_tokens", request.max_completion_tokens
     elif asked is None:
-        asked = min(_DEFAULT_COMPLETION_TOKENS, max(room - prompt_tokens, 1))
+        asked = default_tokens(room=room, prompt_tokens=prompt_tokens)
     if asked is not None and asked < 1:
         raise field_error(name, got=asked, expected="an integer of at least 1", why="Nothing would be generated.")
     if prompt_tokens >= room:
@@ -234,10 +249,10 @@ def _logprobs(request: GenerationRequest) -> int | None:
 
 def _stop(given: str | list[str]) -> list[str]:
     strings = [given] if isinstance(given, str) else given
-    if len(strings) > _MOST_STOPS or any(len(string) > _LONGEST_STOP for string in strings):
+    longest = max(map(len, strings), default=0)
+    if longest > _LONGEST_STOP:
         raise ApiError(
-            f"stop has {len(strings)} strings, the longest of {max(map(len, strings))} characters; at most {_MOST_STOPS} of at"
-            f" most {_LONGEST_STOP} are taken, since they are looked for at every token.",
+            f"stop has a string of {longest} characters; at most {_LONGEST_STOP} are taken: it is looked for at every token.",
             param="stop",
             code="invalid_value",
         )
@@ -247,7 +262,7 @@ def _stop(given: str | list[str]) -> list[str]:
 def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
     made: dict[int, float] = {}
     for token, value in given.items():
-        if not (token.isascii() and token.isdecimal() and len(token) < 10):
+        if not (token.isascii() and token.isdecimal() and len(token) < 10 and str(int(token)) == token):
             raise field_error(
                 "logit_bias", got=token, expected="token ids", why="Each is the token whose logit is changed."
             )

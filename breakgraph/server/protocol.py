@@ -8,15 +8,18 @@ nothing, which clients may send, and refused by name at any other.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
-from breakgraph.server.errors import ApiError, field_error
+from breakgraph.server.errors import ApiError, field_error, shown
 
 __all__ = ["ChatRequest", "CompletionRequest", "GenerationRequest", "Message", "StreamOptions", "parse"]
+
+
+_Count = Annotated[int | None, Field(le=1 << 31)]
 
 
 class _Strict(BaseModel):
@@ -31,7 +34,7 @@ class StreamOptions(_Strict):
         include_obfuscation: OpenAI's padding against eavesdroppers; only False is served.
     """
 
-    include_usage: bool = False
+    include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
@@ -60,7 +63,7 @@ class GenerationRequest(_Strict):
     """
 
     model: str
-    max_tokens: int | None = None
+    max_tokens: _Count = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -70,8 +73,8 @@ class GenerationRequest(_Strict):
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Annotated[list[str], Field(max_length=16, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=64, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -86,7 +89,7 @@ class GenerationRequest(_Strict):
     @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with its usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 class CompletionRequest(GenerationRequest):
@@ -114,11 +117,21 @@ class Message(_Strict):
         role: Who speaks; the model's chat template says which roles it knows.
         content: A text, or text parts, which are joined with line breaks.
         name: Which of several speakers; templates that know no names leave it out.
+        refusal: Of an answer that is sent back: only null is served, as of the other fields that an answer may have.
+        annotations: See `refusal`; an empty list is the same.
+        audio: See `refusal`.
+        function_call: See `refusal`.
+        tool_calls: See `annotations`.
     """
 
     role: str
     content: Any = None
     name: str | None = None
+    refusal: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
 class ChatRequest(GenerationRequest):
@@ -146,8 +159,8 @@ class ChatRequest(GenerationRequest):
         service_tier: Only "auto" and "default" are served.
     """
 
-    messages: list[Message]
-    max_completion_tokens: int | None = None
+    messages: Annotated[list[Message], Field(max_length=2048, fail_fast=True)]
+    max_completion_tokens: _Count = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: Any = None
@@ -200,15 +213,20 @@ def parse(kind: type[_R], *, body: dict[str, Any]) -> _R:
     Raises:
         ApiError: A field is missing, unknown, of another type, or asks for something that is not served; `param` names it.
     """
+    _refuse_unknown(body, known=kind.model_fields, place="")
+    messages = body.get("messages")
+    for index, message in enumerate(messages if isinstance(messages, list) else ()):
+        if isinstance(message, dict):
+            _refuse_unknown(message, known=Message.model_fields, place=f"messages[{index}].")
     try:
         request = kind.model_validate(body)
     except pydantic.ValidationError as error:
-        raise _explain(error.errors(include_url=False)[0], known=list(kind.model_fields)) from None
+        raise _explain(error.errors(include_url=False)[0]) from None
     for name, allowed in _NOT_SERVED.items():
         value = body.get(name)
         if value is not None and not any(type(value) is type(one) and value == one for one in allowed):
             raise ApiError(
-                f"{name} is {value!r:.120}, which is not served here; leave {name} out.",
+                f"{name} is {shown(value)}, which is not served here; leave {name} out.",
                 param=name,
                 code="unsupported_value",
             )
@@ -221,22 +239,53 @@ def parse(kind: type[_R], *, body: dict[str, Any]) -> _R:
     return request
 
 
-def _explain(error: Any, *, known: list[str]) -> ApiError:
+_TYPES = {
+    "int_type": "Send a whole number, without quotes.",
+    "float_type": "Send a number, without quotes.",
+    "bool_type": "Send true or false, without quotes.",
+    "string_type": "Send a text in quotes.",
+}
+
+
+def _refuse_unknown(fields: Mapping[str, Any], *, known: Iterable[str], place: str) -> None:
+    """The first field that is not known: before pydantic, which would list them all, however many there are."""
+    known = list(known)
+    for name in fields:
+        if name not in known:
+            raise _unknown(place + name, near=difflib.get_close_matches(name[:64], known, n=1))
+
+
+def _unknown(param: str, *, near: list[str]) -> ApiError:
+    hint = f" Did you mean {near[0]}?" if near else _ELSEWHERE.get(param.rpartition(".")[2], "")
+    return ApiError(
+        f"There is no field {param!r:.120} here.{hint} What is not known is refused: a misspelt option would be left at its"
+        " default, silently.",
+        param=param[:200],
+        code="unknown_parameter",
+    )
+
+
+_ELSEWHERE = {
+    "messages": " Messages go to /v1/chat/completions.",
+    "prompt": " Prompts go to /v1/completions.",
+    "tool_call_id": " Tools are not served.",
+}
+
+
+def _explain(error: Any) -> ApiError:
     """The first of pydantic's findings, with the field's place."""
     place = [part for part in error["loc"] if isinstance(part, int) or not _is_branch(part)]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
     if error["type"] == "missing":
         return ApiError(f"{param} is missing; it is required.", param=param, code="missing_required_parameter")
     if error["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(place[-1]), known, n=1) if len(place) == 1 else []
-        hint = f" Did you mean {near[0]}?" if near else ""
-        return ApiError(
-            f"There is no field {param!r:.120}.{hint} A misspelt option would be left at its default, silently.",
-            param=param[:200],
-            code="unknown_parameter",
-        )
+        return _unknown(param, near=[])
     expected = str(error["msg"]).removeprefix("Input should be ")
-    return field_error(param, got=error["input"], expected=expected, why="Types are strict: JSON has them all.")
+    if param == "logprobs" and expected == "a valid boolean":
+        expected = "true or false (how many of the likeliest tokens come with each is top_logprobs)"
+    if param == "stop":
+        expected = "a string or a list of strings"
+    return field_error(param, got=error["input"], expected=expected, why=_TYPES.get(error["type"], ""))
 
 
 def _is_branch(part: str) -> bool:

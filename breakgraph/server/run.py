@@ -22,6 +22,7 @@ __all__ = ["Running", "bind", "run_server"]
 
 _SWITCH_SECONDS = 0.0005
 _AFTER_DRAIN_SECONDS = 10
+_TO_TELL_SECONDS = 0.5
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -56,7 +57,7 @@ def bind(host: str, port: int) -> socket.socket:
         raise ConfigError(
             f"the server cannot have {host}:{port}: {error}.",
             why="Clients would reach another program, or nothing.",
-            fix="Give another --port (0 takes any), or stop what has it.",
+            fix="Give a --host that is an address of this machine, and a --port that nothing else has (0 takes any).",
         ) from None
     return made
 
@@ -75,7 +76,12 @@ class Running:
 
 
 def run_server(
-    app: FastAPI, *, service: Service, listener: socket.socket, on_ready: Callable[[Running], None] | None = None
+    app: FastAPI,
+    *,
+    service: Service,
+    listener: socket.socket,
+    on_ready: Callable[[Running], None] | None = None,
+    on_drain: Callable[[int], None] | None = None,
 ) -> None:
     """Serves until SIGINT or SIGTERM, then drains; a second signal ends it at once.
 
@@ -88,6 +94,7 @@ def run_server(
         service: The app's.
         listener: From `bind`.
         on_ready: Called when requests are taken.
+        on_drain: Called when it was told to stop, with the number of answers that still run.
     """
     config = uvicorn.Config(
         app,
@@ -100,7 +107,7 @@ def run_server(
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:
-        _Server(config, service=service, on_ready=on_ready).run(sockets=[listener])
+        _Server(config, service=service, on_ready=on_ready, on_drain=on_drain).run(sockets=[listener])
     finally:
         sys.setswitchinterval(before)
         listener.close()
@@ -109,8 +116,16 @@ def run_server(
 class _Server(uvicorn.Server):
     """Uvicorn's server, which drains the service when it is told to stop, and does not die of the signal afterwards."""
 
-    def __init__(self, config: uvicorn.Config, *, service: Service, on_ready: Callable[[Running], None] | None) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        *,
+        service: Service,
+        on_ready: Callable[[Running], None] | None,
+        on_drain: Callable[[int], None] | None,
+    ) -> None:
         super().__init__(config)
+        self._on_drain = on_drain
         self._service = service
         self._on_ready = on_ready
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -125,12 +140,23 @@ class _Server(uvicorn.Server):
             self._on_ready(Running(address, lambda: self.handle_exit(signal.SIGTERM, None)))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal drains, the next one ends."""
-        if self.should_exit:
-            self.force_exit = True
-        self.should_exit = True
+        """The first signal drains; the next one ends answers with an error, and the server as soon as they are told."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._service.drain)
+            self._loop.call_soon_threadsafe(self._cut_off if self.should_exit else self._drain)
+        self.should_exit = True
+
+    def _drain(self) -> None:
+        self._service.drain()
+        if self._on_drain is not None:
+            self._on_drain(self._service.running)
+
+    def _cut_off(self) -> None:
+        self._service.cut_off()
+        assert self._loop is not None
+        self._loop.call_later(_TO_TELL_SECONDS, self._force)
+
+    def _force(self) -> None:
+        self.force_exit = True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
+
+import attrs
 
 from breakgraph.errors import ConfigError, InternalError
 from breakgraph.models.loaded import LoadedModel
@@ -15,6 +18,7 @@ from breakgraph.server.answers import Answer
 from breakgraph.server.errors import ApiError, api_error
 from breakgraph.server.limits import Limits
 from breakgraph.server.metrics import Metrics, snapshot
+from breakgraph.server.token_texts import TokenTexts
 from breakgraph.serving.engine import Engine
 from breakgraph.serving.engine_thread import EngineThread, Ticket
 from breakgraph.serving.sampling_params import SamplingParams
@@ -24,6 +28,7 @@ __all__ = ["Service"]
 
 R = TypeVar("R")
 
+_BODIES = 16  # of the largest size, read or made into tokens at a time
 _DROPPED = 4  # of as many characters, a tokenizer that normalises its text may leave one
 
 
@@ -45,7 +50,8 @@ class Service:
     """
 
     def __init__(self, model: LoadedModel, *, engine: Engine, name: str, limits: Limits) -> None:
-        self.model = model
+        # Messages about the model call it what clients do, and no path of this machine.
+        self.model = attrs.evolve(model, source=name)
         self.name = name
         self.limits = limits
         self.metrics = Metrics()
@@ -56,12 +62,22 @@ class Service:
         # A fast tokenizer may not be changed by one thread while another one uses it, and encoding changes its settings.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="breakgraph-encode")
         self._decoding = copy.deepcopy(model.tokenizer)
+        # A token that begins a text loses its space in tokenizers that write spaces as part of words, so one stands before it.
+        self._anchor: list[int] = (
+            [] if model.tokenizer is None else model.tokenizer("a", add_special_tokens=False).input_ids[-1:]
+        )
+        self._held: dict[object, int] = {}
         vocabulary = () if model.tokenizer is None else model.tokenizer.get_vocab()
         self._longest_token = max(map(len, vocabulary), default=1)
         self._answers: dict[Answer, asyncio.TimerHandle] = {}
 
     async def start(self) -> None:
-        """Starts the engine's thread; `stop` ends it. Once for each service."""
+        """Starts the engine's thread; `stop` ends it. Once for each service.
+
+        Raises:
+            ConfigError: The model has no tokenizer.
+        """
+        require_tokenizer(self.model)
         if self._thread is not None:
             raise InternalError("a service was started twice.")
         self._thread = EngineThread(self._engine, post=asyncio.get_running_loop().call_soon_threadsafe)
@@ -72,7 +88,7 @@ class Service:
         self._draining = True
         if self._thread is not None:
             await asyncio.to_thread(self._thread.stop)
-        self._encoder.shutdown()
+        self._encoder.shutdown(wait=False, cancel_futures=True)
 
     @property
     def most_characters(self) -> int:
@@ -96,12 +112,40 @@ class Service:
         """Takes no more requests, and ends those that still run when the time for that is over; called on the event loop."""
         if not self._draining:
             self._draining = True
-            asyncio.get_running_loop().call_later(self.limits.drain_seconds, self._cut_off)
+            asyncio.get_running_loop().call_later(self.limits.drain_seconds, self.cut_off)
 
-    def _cut_off(self) -> None:
+    def cut_off(self) -> None:
+        """Ends every answer that still runs with an error; called on the event loop."""
         error = ApiError("The server is shutting down; the answer is not whole.", status=503, code="shutting_down")
         for answer in self._answers:
             answer.fail(error)
+
+    @property
+    def running(self) -> int:
+        """Answers that wait or run."""
+        return len(self._answers)
+
+    @contextmanager
+    def held(self, request_bytes: Callable[[], int]) -> Iterator[Callable[[], None]]:
+        """Counts the bytes of a body while it is read and made into tokens.
+
+        Args:
+            request_bytes: How many there are by now.
+
+        Returns:
+            To be called after each part; it raises an `ApiError` (503) where all bodies together are too much.
+        """
+        mark = object()
+
+        def note() -> None:
+            self._held[mark] = request_bytes()
+            if sum(self._held.values()) > _BODIES * self.limits.max_body_bytes:
+                raise ApiError("Too many long bodies arrive at a time. Try again later.", status=503, code="queue_full")
+
+        try:
+            yield note
+        finally:
+            self._held.pop(mark, None)
 
     async def encode(self, function: Callable[[], R]) -> R:
         """Runs what uses the model's tokenizer in its thread.
@@ -111,12 +155,15 @@ class Service:
         """
         return await asyncio.get_running_loop().run_in_executor(self._encoder, function)
 
-    def admit(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Answer]:
+    def admit(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, seconds: float
+    ) -> list[Answer]:
         """Hands prompts to the engine, all of them or none.
 
         Args:
             prompts: Token ids of each.
-            params: For all of them.
+            params: For each of them.
+            seconds: How long an answer may take from now on.
 
         Returns:
             Their answers. Each must be read to its end, or `release` must be called.
@@ -128,6 +175,12 @@ class Service:
         if reason is not None or thread is None:
             raise ApiError(f"No request is taken: {reason}.", status=503, code="not_serving")
         most = self._engine.sizes.max_batch_size + self.limits.max_queue
+        if len(prompts) > most:
+            raise ApiError(
+                f"The request has {len(prompts)} prompts; at most {most} wait or run at a time. Send several requests.",
+                param="prompt",
+                code="invalid_value",
+            )
         if len(self._answers) + len(prompts) > most:
             raise ApiError(
                 f"{len(self._answers)} prompts wait or run already; at most {most} are taken. Try again later.",
@@ -135,24 +188,34 @@ class Service:
                 code="queue_full",
             )
         try:
-            for prompt in prompts:
-                self._engine.check(prompt, params=params)
+            for prompt, wanted in zip(prompts, params, strict=True):
+                self._engine.check(prompt, params=wanted)
         except ConfigError as error:
             raise api_error(error) from None
-        return [self._submit(thread, prompt, params) for prompt in prompts]
+        answers: list[Answer] = []
+        try:
+            for prompt, wanted in zip(prompts, params, strict=True):
+                answers.append(self._submit(thread, prompt, wanted, seconds=seconds))
+        except BaseException:
+            self.release(answers)
+            raise
+        return answers
 
-    def _submit(self, thread: EngineThread, prompt: Sequence[int], params: SamplingParams) -> Answer:
+    def _submit(self, thread: EngineThread, prompt: Sequence[int], params: SamplingParams, *, seconds: float) -> Answer:
         ticket = Ticket(prompt_ids=prompt, params=params, deliver=_nobody)
         text = None
         if self._decoding is not None:
             text = OutputText(self._decoding, prompt_ids=prompt, stop=params.stop)
         answer = Answer(ticket, text=text, cancel=thread.cancel, on_token=self.metrics.between_tokens)
         ticket.deliver = answer.take
-        seconds = self.limits.request_seconds
-        late = ApiError(f"The answer was not there within {seconds:g} s.", status=504, code="timeout")
-        self._answers[answer] = asyncio.get_running_loop().call_later(seconds, answer.fail, late)
+        self._answers[answer] = asyncio.get_running_loop().call_later(seconds, answer.fail, self.late())
         thread.submit(ticket)
         return answer
+
+    def late(self) -> ApiError:
+        """What a client is told whose answer took too long."""
+        seconds = self.limits.request_seconds
+        return ApiError(f"The answer was not there within {seconds:g} s.", status=504, code="timeout")
 
     def release(self, answers: Sequence[Answer]) -> None:
         """Ends what of these still runs, and counts them.
@@ -168,14 +231,20 @@ class Service:
                 self.metrics.answered(answer)
 
     def token_text(self, token_id: int) -> str:
-        """The text of a token by itself; special ones by their name.
+        """The text of a token as it is behind others; special ones by their name.
 
         Args:
             token_id: The token.
         """
-        if self._decoding is None:
-            return ""
-        text: str = self._decoding.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        before = self._decode(self._anchor)
+        return self._decode([*self._anchor, token_id])[len(before) :]
+
+    def token_texts(self) -> TokenTexts:
+        """Texts, names and bytes of single tokens, for log-probabilities."""
+        return TokenTexts(self._decoding, decode=self.token_text)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._decoding.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
     async def metrics_text(self) -> bytes:
@@ -194,3 +263,20 @@ class Service:
 
 def _nobody(update: object) -> None:
     raise InternalError("an update came before its answer was there.")
+
+
+def require_tokenizer(model: LoadedModel) -> None:
+    """Refuses a model that could answer with nothing that a client can read.
+
+    Args:
+        model: To be served.
+
+    Raises:
+        ConfigError: It has no tokenizer.
+    """
+    if model.tokenizer is None:
+        raise ConfigError(
+            f"{model.source} has no tokenizer.",
+            why="Answers are texts here; every one would be empty.",
+            fix="Put its tokenizer files (tokenizer.json, tokenizer_config.json) into the folder.",
+        )

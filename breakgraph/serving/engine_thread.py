@@ -260,7 +260,8 @@ class EngineThread:
     def _close_all(self, error: BaseException) -> None:
         """Tells all callers, without touching the engine."""
         tickets, self._tickets = list(self._tickets.values()), {}
-        update = Update(token_id=None, at=time.perf_counter(), finish_reason=FinishReason.ERROR, error=error)
+        told = error if isinstance(error, Exception) else InternalError(f"{type(error).__name__}: {error}")
+        update = Update(token_id=None, at=time.perf_counter(), finish_reason=FinishReason.ERROR, error=told)
         self._hand_over([(ticket, update) for ticket in tickets])
 
 

@@ -340,6 +340,8 @@ class LLM:
                 ended = bool(token_ids) and token_ids[-1] in answer.request.stop_ids
                 text = answer.text.push(*(token_ids[:-1] if ended else token_ids))
             text += answer.text.finish()
+            if answer.text.stopped and reason is FinishReason.LENGTH:
+                reason = FinishReason.STOP  # in what was held until the end
         answer.chunks.append(Chunk(text=text, token_ids=token_ids, finish_reason=reason, logprobs=logprobs))
         answer.request.finish_reason = reason
         del self._answers[answer.request]

@@ -102,6 +102,7 @@ def encode(model: LoadedModel | OpenedModel, prompt: Prompt, *, chat: bool) -> l
         )
     if not chat:
         ids: list[int] = tokenizer(prompt).input_ids
+        _check_range(ids, vocabulary=model.vocab_size, fix="Leave its text out: the model has no embedding for it.")
         return ids
     return encode_chat(model, [{"role": "user", "content": prompt}])
 
@@ -121,18 +122,17 @@ def encode_chat(model: LoadedModel | OpenedModel, messages: Sequence[Mapping[str
         raise ConfigError(
             f"{model.source} has no {'tokenizer' if tokenizer is None else 'chat template'}.",
             why="How a conversation is written down is different for every model.",
-            fix="Use chat=False and write the whole prompt yourself, or use an instruction-tuned model.",
+            fix="Write the whole prompt yourself, as a text, or use an instruction-tuned model.",
         )
-    from jinja2 import TemplateError  # what transformers renders templates with, at the first use
-
     try:
         templated: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    except TemplateError as error:
+    except Exception as error:  # a template is a program of the model's author: what it raises is about these messages
         raise ConfigError(
-            f"the chat template of {model.source} refuses the messages: {error}.",
+            f"the chat template of {model.source} refuses the messages: {type(error).__name__}: {error}.",
             why="A model knows the roles, and their order, that it was trained on.",
             fix="Change the messages accordingly.",
         ) from error
+    _check_range(templated, vocabulary=model.vocab_size, fix="Leave its text out: the model has no embedding for it.")
     return templated
 
 
@@ -147,11 +147,15 @@ def _checked_ids(prompt: Sequence[int], *, vocabulary: int) -> list[int]:
     else:
         _check_kind(prompt)
         ids = [int(token) for token in prompt]
-    if ids and (min(ids) < 0 or max(ids) >= vocabulary):
-        wrong = [token for token in ids if not 0 <= token < vocabulary]
-        raise ConfigError(
-            f"the prompt has token {wrong[0]}; the model's tokens are 0 to {vocabulary - 1}.",
-            why="It has no row in the embedding; on a GPU reading past the table stops the whole process.",
-            fix="Encode the prompt with this model's tokenizer.",
-        )
+    _check_range(ids, vocabulary=vocabulary, fix="Encode the prompt with this model's tokenizer.")
     return ids
+
+
+def _check_range(ids: Sequence[int], *, vocabulary: int, fix: str) -> None:
+    if ids and (min(ids) < 0 or max(ids) >= vocabulary):
+        wrong = next(token for token in ids if not 0 <= token < vocabulary)
+        raise ConfigError(
+            f"the prompt has token {wrong}; the model's tokens are 0 to {vocabulary - 1}.",
+            why="It has no row in the embedding; on a GPU reading past the table stops the whole process.",
+            fix=fix,
+        )

@@ -187,10 +187,9 @@ class SamplingParams:
         Raises:
             ConfigError: There is one.
         """
-        beyond = [token for token, _ in self.logit_bias if token >= size]
-        if beyond:
+        if self.logit_bias and self.logit_bias[-1][0] >= size:  # they are sorted
             raise ConfigError(
-                f"SamplingParams.logit_bias has token {beyond[0]}; the model's tokens are 0 to {size - 1}"
+                f"SamplingParams.logit_bias has token {self.logit_bias[-1][0]}; the model's tokens are 0 to {size - 1}"
                 f" (a vocabulary of {size}).",
                 why="There is no logit that it could be added to.",
                 fix="Take it out; or use the tokenizer of this model to find the token.",

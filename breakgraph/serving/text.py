@@ -11,6 +11,7 @@ _BROKEN = "\N{REPLACEMENT CHARACTER}"
 # Tokenizers with a prefix space (SentencePiece) strip it from the first token that they decode; behind a few
 # prompt tokens it is kept. Five are enough to hold one that is not special.
 _PROMPT_CONTEXT = 5
+_LONGEST_BROKEN = 3  # bytes of a character that lacks one
 
 
 class Decodes(Protocol):
@@ -45,21 +46,36 @@ class Detokenizer:
             context = []  # the prompt ends inside a character: it could not be told from the output's first
         self._window = context
         self._done = len(context)
+        self._given = 0  # characters of the text behind the context
 
     def push(self, *tokens: int) -> str:
         """Takes the next tokens and returns the text that is complete now; may be empty."""
         self._window.extend(tokens)
         text = self._new_text()
-        if not text or text.endswith(_BROKEN):
-            return ""
-        self._forget()
-        return text
+        broken = len(text) - len(text.rstrip(_BROKEN))
+        # Bytes that are no character stay so, however the text goes on, but for the last few. A tokenizer with fallback bytes
+        # breaks a whole run of them while its last character is incomplete, those of the context as well.
+        held = self._done + _LONGEST_BROKEN
+        sure = len(text) - min(broken, held)
+        new = text[self._given : sure]
+        self._given = max(self._given, sure)
+        if not broken and text:
+            self._forget()
+        elif broken > held + 2 * _PROMPT_CONTEXT:
+            self._shorten(held)
+        return new
 
     def flush(self) -> str:
         """Returns what is still held, broken characters as U+FFFD; call it once, at the end."""
-        text = self._new_text()
+        text = self._new_text()[self._given :]
         self._forget()
         return text
+
+    def _shorten(self, held: int) -> None:
+        """Forgets tokens that stay broken, all but those of the characters held: the window would grow with each of them."""
+        self._done = min(_PROMPT_CONTEXT, self._done)
+        self._window = self._window[-(self._done + held) :]
+        self._given = max(len(self._new_text()) - held, 0)
 
     def _new_text(self) -> str:
         before = self._decode(self._window[: self._done])
@@ -68,7 +84,7 @@ class Detokenizer:
     def _forget(self) -> None:
         # The tokens of the text just given out stay as context of the next.
         self._window = self._window[self._done :]
-        self._done = len(self._window)
+        self._done, self._given = len(self._window), 0
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -116,11 +132,15 @@ class OutputText:
         tokenizer: Does the decoding.
         prompt_ids: The request's prompt.
         stop: Its stop strings.
+
+    Attributes:
+        position: Whole characters so far, those that are held back included.
     """
 
     def __init__(self, tokenizer: Decodes, *, prompt_ids: Sequence[int], stop: Sequence[str]) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt_ids=prompt_ids)
         self._stop = StopStrings(stop)
+        self.position = 0
 
     @property
     def stopped(self) -> bool:
@@ -133,7 +153,9 @@ class OutputText:
         Several at once cost little more than one, and give the same text; but where a stop string is found among them, the ones
         behind it were taken as well.
         """
-        return self._stop.push(self._detokenizer.push(*tokens))
+        text = self._detokenizer.push(*tokens)
+        self.position += len(text)
+        return self._stop.push(text)
 
     def finish(self) -> str:
         """Returns the rest of the text; call it once, when no token follows."""
