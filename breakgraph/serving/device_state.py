@@ -108,7 +108,7 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_cuda:
         return tensor.clone()
     # Page-locked memory comes from torch's caching allocator; this costs a few microseconds.
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     host.copy_(tensor, non_blocking=True)
     return host
 

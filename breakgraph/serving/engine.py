@@ -21,12 +21,12 @@ from typing import Any
 import torch
 
 from breakgraph.capture_window import CaptureProgress
-from breakgraph.errors import InternalError
+from breakgraph.errors import ConfigError, InternalError
 from breakgraph.serving.config import EngineConfig, Graphs, Sizes
 from breakgraph.serving.decode_step import DecodeStep
 from breakgraph.serving.device_state import DeviceState, PendingTokens
 from breakgraph.serving.in_flight import InFlight, Token
-from breakgraph.serving.kv_cache import BlockAllocator
+from breakgraph.serving.kv_cache import NULL_BLOCK, BlockAllocator
 from breakgraph.serving.logits_tail import LogitsTail
 from breakgraph.serving.memory import MemorySplit
 from breakgraph.serving.prefill_step import PrefillStep
@@ -99,6 +99,7 @@ class Engine:
         )
         self._seeds = random.Random(config.seed)
         self._in_flight: InFlight | None = None
+        self._unread: list[Token] = []  # read while a step failed, and not handed out yet
         self._counters = Counters()
 
     def capture(self) -> None:
@@ -135,7 +136,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether ``step`` would do something."""
-        return self._in_flight is not None or self._scheduler.has_unfinished
+        return self._in_flight is not None or bool(self._unread) or self._scheduler.has_unfinished
 
     @property
     def free_blocks(self) -> int:
@@ -187,7 +188,15 @@ class Engine:
         Raises:
             ConfigError: It could never run, or its bias names a token that the model does not have.
         """
-        params.check_vocabulary(self.state.decoder.vocab_size)
+        size = self.state.decoder.vocab_size
+        params.check_vocabulary(size)
+        if len(prompt_ids) and not 0 <= min(prompt_ids) <= max(prompt_ids) < size:
+            wrong = next(token for token in prompt_ids if not 0 <= token < size)
+            raise ConfigError(
+                f"the prompt has token {wrong}; the model's tokens are 0 to {size - 1}.",
+                why="It has no row in the embedding; on a GPU reading past the table stops the whole process.",
+                fix="Encode the prompt with this model's tokenizer.",
+            )
         prompt = len(prompt_ids)
         self._scheduler.check(prompt, max_new_tokens=self._most_new_tokens(prompt, params))
 
@@ -208,7 +217,7 @@ class Engine:
             ConfigError: It could never run, or its bias names a token that the model does not have.
         """
         prompt = tuple(prompt_ids)
-        params.check_vocabulary(self.state.decoder.vocab_size)
+        self.check(prompt, params=params)  # before a seed is drawn: what is refused changes nothing
         request = Request(
             prompt_ids=prompt,
             params=params,
@@ -228,10 +237,11 @@ class Engine:
 
         Raises:
             Exception: What the model, a break or the device raised, unchanged. The requests that it hit have ended with
-                `FinishReason.ERROR` and that exception: those of the step that was to be launched, or, where the step in flight
-                cannot be read, all. The engine can go on; the step in flight is read by the next call.
+                `FinishReason.ERROR` and that exception: those of the step that was to be launched and that had not ended in the
+                step before; or, where the step in flight cannot be read, all. The engine can go on.
         """
         previous, laps = self._in_flight, Laps()
+        unread, self._unread = self._unread, []
         try:
             batch = self._scheduler.schedule(drained=previous is None)
             if batch is None and previous is None and self._scheduler.has_unfinished:
@@ -245,16 +255,13 @@ class Engine:
             try:
                 launched = self._launch(batch, laps)
             except Exception as error:
+                # What the step before made of its requests stands: it is read now and handed out by the next call.
+                self._unread = unread + self._read_or_fail(previous)
+                self._in_flight = None
                 self._fail(batch, error)
                 raise
         self._in_flight = launched
-        if previous is None:
-            return []
-        try:
-            return self._read(previous)
-        except Exception as error:
-            self._fail_all(error)
-            raise
+        return unread + self._read_or_fail(previous)
 
     def finish(self, request: Request, *, reason: FinishReason, error: BaseException | None = None) -> None:
         """Ends a request now, whatever it is doing; one that has ended already is left alone.
@@ -301,12 +308,23 @@ class Engine:
 
         What lies in the cache cannot be trusted then, and is found no more.
         """
-        in_flight, self._in_flight = self._in_flight, None
+        in_flight, self._in_flight, self._unread = self._in_flight, None, []
+        for request in self._scheduler.unfinished:
+            request.finish_reason = FinishReason.ABORT
         try:
             if in_flight is not None and in_flight.tokens is not None:
                 in_flight.tokens.wait()  # after it nothing on the device uses the blocks
         finally:
-            self._scheduler.clear()
+            self._clear()
+
+    def _read_or_fail(self, step: InFlight | None) -> list[Token]:
+        if step is None:
+            return []
+        try:
+            return self._read(step)
+        except Exception as error:
+            self._fail_all(error)
+            raise
 
     def _fail(self, batch: PrefillBatch | DecodeBatch, error: Exception) -> None:
         self._counters.failed_steps += 1
@@ -320,7 +338,11 @@ class Engine:
         self._in_flight = None
         for request in self._scheduler.unfinished:
             request.finish_reason, request.error = FinishReason.ERROR, error
-        self._scheduler.clear()
+        self._clear()
+
+    def _clear(self) -> None:
+        padding = self.decode.padding_block
+        self._scheduler.clear(keep=() if padding == NULL_BLOCK else (padding,))
 
     def _launch(self, batch: PrefillBatch | DecodeBatch, laps: Laps) -> InFlight:
         for request in batch.requests:
@@ -349,17 +371,22 @@ class Engine:
         self._counters.waited(step.batch, seconds=laps.lap("wait"))
         for request in step.releases:
             self._scheduler.release(request)
-        tokens = []
-        for request, token_id, logprob in zip(step.batch.sampled, token_ids, logprobs, strict=True):
-            if request.state is RequestState.FINISHED:
-                self._counters.discarded_tokens += 1
-                continue
-            request.output_ids.append(token_id)
-            tokens.append(Token(request, token_id, logprob))
-            if token_id in request.stop_ids:
-                self.finish(request, reason=FinishReason.STOP)
-            elif len(request.output_ids) == request.max_new_tokens:
-                self.finish(request, reason=FinishReason.LENGTH)
+        tokens: list[Token] = []
+        try:
+            for request, token_id, logprob in zip(step.batch.sampled, token_ids, logprobs, strict=True):
+                if request.state is RequestState.FINISHED:
+                    self._counters.discarded_tokens += 1
+                    continue
+                request.output_ids.append(token_id)
+                tokens.append(Token(request, token_id, logprob))
+                if token_id in request.stop_ids:
+                    self.finish(request, reason=FinishReason.STOP)
+                elif len(request.output_ids) == request.max_new_tokens:
+                    self.finish(request, reason=FinishReason.LENGTH)
+        except Exception as error:  # nobody is told of these tokens any more
+            for token in tokens:
+                token.request.finish_reason, token.request.error = FinishReason.ERROR, error
+            raise
         self._counters.generated_tokens += len(tokens)
         laps.lap("process")
         self._counters.read(step.batch, laps)

@@ -7,6 +7,7 @@ rejected: at 128 requests it is 128 wake-ups a step, and each takes the interpre
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -103,7 +104,11 @@ class EngineThread:
         with self._wake:
             self._stopping = True
             self._wake.notify()
-        if self._thread.is_alive():
+            never = self._thread.ident is None
+            self._ended |= never
+        if never:
+            self._run_commands()
+        elif self._thread is not threading.current_thread():
             self._thread.join()
 
     @property
@@ -168,6 +173,8 @@ class EngineThread:
             self.failure = error
             _LOG.critical("the engine's thread ends: %s: %s", type(error).__name__, error, exc_info=error)
             self._close_all(error)
+            with contextlib.suppress(Exception):  # it waits for the device, which may be what failed
+                self._engine.reset()
         finally:
             with self._wake:
                 self._ended = True
@@ -225,10 +232,17 @@ class EngineThread:
     def _hand_over(self, updates: Sequence[tuple[Ticket, Update]]) -> None:
         def deliver() -> None:
             for ticket, update in updates:
-                ticket.deliver(update)
+                try:
+                    ticket.deliver(update)
+                except Exception:
+                    _LOG.exception("an update could not be delivered; the others are")
 
-        if updates:
+        if not updates:
+            return
+        try:
             self._post(deliver)
+        except Exception:  # such as an event loop that is closed: nobody is there any more
+            _LOG.exception("%d updates could not be handed over", len(updates))
 
     def _add(self, ticket: Ticket) -> None:
         if ticket.cancelled:

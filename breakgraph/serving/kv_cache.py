@@ -11,7 +11,7 @@ times then, and when nobody holds it any more it is **idle**: free, but left as 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -173,6 +173,16 @@ class BlockAllocator:
                 del self._idle[block]
                 self._free.append(block)
 
+    def reset(self, *, keep: Collection[int] = ()) -> None:
+        """Frees and forgets everything, whatever state it is in: also after an interrupt in the middle of any other method.
+
+        Args:
+            keep: Blocks that their holder keeps.
+        """
+        self._holders = [int(block in keep) for block in range(self._num_blocks)]
+        self._digests, self._published, self._idle = {}, {}, OrderedDict()
+        self._free = [block for block in range(self._num_blocks - 1, NULL_BLOCK, -1) if block not in keep]
+
     def _evict(self) -> int:
         block, _ = self._idle.popitem(last=False)
         del self._published[self._digests.pop(block)]
@@ -253,7 +263,7 @@ class KVCache:
             moves: From block to block, as `BlockAllocator.gaps` returns them: no block is in both roles.
         """
         device = self.layers[0][0].device
-        both = torch.tensor([list(moves), list(moves.values())], dtype=torch.int64)
+        both = torch.tensor([list(moves), list(moves.values())], dtype=torch.int64, device="cpu")
         if device.type == "cuda":
             both = both.pin_memory().to(device, non_blocking=True)
         with torch.no_grad():

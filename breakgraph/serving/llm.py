@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -11,17 +10,17 @@ import attrs
 import torch
 
 from breakgraph.capture_window import CaptureProgress
-from breakgraph.errors import ConfigError, InternalError
+from breakgraph.errors import ConfigError
 from breakgraph.models.arguments import as_dtype
 from breakgraph.models.loaded import LoadedModel
 from breakgraph.models.via import Via
 from breakgraph.models.weights import OpenedModel, open_model
+from breakgraph.serving.answer_loop import AnswerLoop
 from breakgraph.serving.config import engine_config, sequence_limit
 from breakgraph.serving.engine import Engine
-from breakgraph.serving.in_flight import Token
 from breakgraph.serving.llm_arguments import check_arguments, check_via, checked_params
 from breakgraph.serving.prompts import Prompt, encode, prompts_of
-from breakgraph.serving.requests import Chunk, Completion, FinishReason, Request, TokenLogprobs
+from breakgraph.serving.requests import Chunk, Completion, Request
 from breakgraph.serving.sampling_params import SamplingParams
 from breakgraph.serving.scheduler import check_prompt
 from breakgraph.serving.startup import build_engine, choose_device
@@ -32,25 +31,6 @@ __all__ = ["LLM", "Progress"]
 
 Progress = Callable[[str, int, int], None]
 """``progress(stage, done, total)``, while a model is loaded and graphs are captured; ``done`` goes up to ``total``."""
-
-
-@attrs.define(eq=False)
-class _Answer:
-    """A request and what of its answer has not been handed out.
-
-    Attributes:
-        request: The request.
-        text: Its text; None for a model without tokenizer.
-        whole: Whether its text is made at the end, which is cheaper than for each token; stop strings must be looked for in each.
-        chunks: Pieces that wait for the caller; of a whole one, a single piece at its end.
-        logprobs: Of a whole one, those of its tokens so far.
-    """
-
-    request: Request
-    text: OutputText | None
-    whole: bool
-    chunks: deque[Chunk] = attrs.field(factory=deque)
-    logprobs: list[TokenLogprobs] = attrs.field(factory=list)
 
 
 class LLM:
@@ -104,7 +84,7 @@ class LLM:
         self._opened: OpenedModel | None = None
         self._model: LoadedModel | None = None
         self._engine: Engine | None = None
-        self._answers: dict[Request, _Answer] = {}
+        self._loop: AnswerLoop | None = None
 
     def start(self) -> None:
         """Loads the model, allocates the cache and captures the graphs; does nothing the second time.
@@ -115,7 +95,7 @@ class LLM:
         if self._engine is None:
             engine = build_engine(self.model, config=self.config, progress=self._on_capture)
             engine.capture()
-            self._engine = engine
+            self._engine, self._loop = engine, AnswerLoop(engine, new_text=self._new_text)
 
     @property
     def model(self) -> LoadedModel:
@@ -204,16 +184,17 @@ class LLM:
                 why="Each prompt is answered with its own.",
                 fix="Give one SamplingParams for all, or one for each prompt.",
             )
-        answers: list[_Answer] = []
+        checked = [(self._encoded(prompt, params=one, chat=chat), one) for prompt, one in zip(batch, each, strict=True)]
+        for ids, wanted in checked:
+            self.engine.check(ids, params=wanted)
+        loop, answers = self._answer_loop, []
         try:
-            for prompt, wanted in zip(batch, each, strict=True):
-                answers.append(self._submit(prompt, params=wanted, chat=chat, whole=not wanted.stop))
-            while any(answer.request in self._answers for answer in answers):
-                if self._pump():
-                    _raise_error(answers)
+            for ids, wanted in checked:
+                answers.append(loop.submit(ids, params=wanted, whole=not wanted.stop))
+            loop.wait(answers)
         finally:
-            self._abandon(answers)
-        return [_completion(answer) for answer in answers]
+            loop.abandon(answers)
+        return [answer.completion() for answer in answers]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, chat: bool = False) -> Iterator[Chunk]:
         """Answers one prompt piece by piece.
@@ -233,19 +214,11 @@ class LLM:
             ConfigError: The prompt cannot be run.
         """
         wanted = SamplingParams() if params is None else checked_params(params)
-        return self._pieces(self._submit(prompt, params=wanted, chat=chat, whole=False))
+        ids = self._encoded(prompt, params=wanted, chat=chat)
+        loop = self._answer_loop
+        return loop.pieces(loop.submit(ids, params=wanted, whole=False))
 
-    def _pieces(self, answer: _Answer) -> Iterator[Chunk]:
-        try:
-            while answer.chunks or answer.request in self._answers:
-                while answer.chunks:
-                    yield answer.chunks.popleft()
-                if answer.request in self._answers and self._pump():
-                    _raise_error([answer])
-        finally:
-            self._abandon([answer])
-
-    def _submit(self, prompt: Prompt, *, params: SamplingParams, chat: bool, whole: bool) -> _Answer:
+    def _encoded(self, prompt: Prompt, *, params: SamplingParams, chat: bool) -> list[int]:
         known = self._known
         ids = encode(known, prompt, chat=chat)
         if params.stop and known.tokenizer is None:
@@ -255,11 +228,19 @@ class LLM:
                 fix="Use stop_token_ids.",
             )
         self._check_length(len(ids), known)
-        request = self.engine.add(ids, params=params)
-        tokenizer = known.tokenizer
-        text = None if tokenizer is None else OutputText(tokenizer, prompt_ids=ids, stop=params.stop)
-        answer = self._answers[request] = _Answer(request, text, whole)
-        return answer
+        return ids
+
+    def _new_text(self, request: Request) -> OutputText | None:
+        tokenizer = self._known.tokenizer
+        if tokenizer is None:
+            return None
+        return OutputText(tokenizer, prompt_ids=request.prompt_ids, stop=request.params.stop)
+
+    @property
+    def _answer_loop(self) -> AnswerLoop:
+        self.start()
+        assert self._loop is not None
+        return self._loop
 
     def _check_length(self, tokens: int, model: LoadedModel | OpenedModel) -> None:
         """Refuses what never fits before weights are read and graphs captured: both take much longer than this."""
@@ -273,111 +254,6 @@ class LLM:
         way_out = larger if limit < positions else "use a model with more positions"
         check_prompt(tokens, max_seq_len=limit, fix=f"Shorten the prompt, or {way_out}.")
 
-    def _pump(self) -> bool:
-        """Makes a step and takes its tokens. True: it raised, and answers have ended by that."""
-        engine = self.engine
-        if not engine.has_work:
-            raise InternalError("answers are waited for, and the engine has nothing to do.")
-        try:
-            tokens = engine.step()
-        except Exception:
-            if not self._close_failed():  # it hit requests of the engine's own callers, who look at it
-                raise
-            return True
-        except BaseException:
-            # The step may be half launched: nothing that runs now can be trusted to go on.
-            engine.reset()
-            for answer in tuple(self._answers.values()):
-                self._close(answer, token_ids=(), reason=FinishReason.ABORT)
-            raise
-        for token in tokens:
-            self._take(token)
-        return False
-
-    def _close_failed(self) -> bool:
-        """Closes the answers whose step raised; whoever reads one of them gets the exception. False: there is none."""
-        failed = [a for a in self._answers.values() if a.request.finish_reason is FinishReason.ERROR]
-        for answer in failed:
-            self._close(answer, token_ids=(), reason=FinishReason.ERROR)
-        return bool(failed)
-
-    def _take(self, token: Token) -> None:
-        request = token.request
-        answer = self._answers.get(request)
-        if answer is None:  # added to the engine directly: its caller finds the token in output_ids
-            return
-        if answer.whole:
-            if token.logprobs is not None:
-                answer.logprobs.append(token.logprobs)
-            if request.finish_reason is not None:
-                self._close(answer, token_ids=(), reason=request.finish_reason)
-            return
-        text = ""
-        if answer.text is not None and token.token_id not in request.stop_ids:
-            text = answer.text.push(token.token_id)
-            if answer.text.stopped:
-                self.engine.finish(request, reason=FinishReason.STOP)
-                request.finish_reason = FinishReason.STOP  # also where the same token was the last one allowed
-        logprobs = None if token.logprobs is None else (token.logprobs,)
-        if request.finish_reason is None:
-            answer.chunks.append(Chunk(text=text, token_ids=(token.token_id,), logprobs=logprobs))
-        else:
-            self._close(answer, token_ids=(token.token_id,), reason=request.finish_reason, text=text, logprobs=logprobs)
-
-    def _close(
-        self,
-        answer: _Answer,
-        *,
-        token_ids: tuple[int, ...],
-        reason: FinishReason,
-        text: str = "",
-        logprobs: tuple[TokenLogprobs, ...] | None = None,
-    ) -> None:
-        if answer.whole:
-            token_ids, logprobs = tuple(answer.request.output_ids), tuple(answer.logprobs) or None
-        if answer.text is not None:
-            if answer.whole:
-                ended = bool(token_ids) and token_ids[-1] in answer.request.stop_ids
-                text = answer.text.push(*(token_ids[:-1] if ended else token_ids))
-            text += answer.text.finish()
-            if answer.text.stopped and reason is FinishReason.LENGTH:
-                reason = FinishReason.STOP  # in what was held until the end
-        answer.chunks.append(Chunk(text=text, token_ids=token_ids, finish_reason=reason, logprobs=logprobs))
-        answer.request.finish_reason = reason
-        del self._answers[answer.request]
-
-    def _abandon(self, answers: Sequence[_Answer]) -> None:
-        """Ends what of these is still running; where nothing else runs, reads what is in flight and gives all back."""
-        engine = self._engine
-        if engine is None:  # it could not be started
-            return
-        for answer in answers:
-            if self._answers.pop(answer.request, None) is not None:
-                engine.finish(answer.request, reason=FinishReason.ABORT)
-        while not self._answers and engine.has_work:
-            engine.step()
-
     def _on_capture(self, runner: str, event: CaptureProgress) -> None:
         if self.progress is not None:
             self.progress(f"{runner} graphs: {event.phase.value}", event.done, event.total)
-
-
-def _raise_error(answers: Sequence[_Answer]) -> None:
-    for answer in answers:
-        if answer.request.error is not None:
-            raise answer.request.error
-
-
-def _completion(answer: _Answer) -> Completion:
-    chunks, request = answer.chunks, answer.request
-    if request.finish_reason is None:
-        raise InternalError("a request left the engine without a reason.")
-    logprobs = tuple(one for chunk in chunks for one in chunk.logprobs or ())
-    return Completion(
-        text="".join(chunk.text for chunk in chunks),
-        token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
-        finish_reason=request.finish_reason,
-        prompt_token_ids=request.prompt_ids,
-        logprobs=logprobs if request.params.logprobs is not None else None,
-        cached_tokens=request.cached_tokens,
-    )

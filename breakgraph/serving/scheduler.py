@@ -1,8 +1,7 @@
 """Which requests run in the next step: continuous batching with chunked prefill.
 
-A step is either a **prefill** of prompt chunks or a **decode** of one token per request, never both. When both are
-possible they take turns, a few prefills to a decode, so that prompts delay the tokens of others by so many chunks at a
-time, and are not starved by long answers. Decodes of few requests are dear: that is why it is not one to one.
+A step is either a **prefill** of prompt chunks or a **decode** of one token per request, never both. When both are possible
+they take turns, a few prefills to a decode: prompts delay the tokens of others by so many chunks at a time.
 
 The scheduler works on *launched* counts: a step counts as done when it was handed to the device, because
 the host does not wait for its tokens. Whatever needs tokens that the host has not read, which is only
@@ -12,7 +11,7 @@ preemption, asks for the device to be drained first.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import islice
 
 import attrs
@@ -131,6 +130,7 @@ class Scheduler:
         self._max_num_tokens = max_num_tokens
         self._max_chunks = max_chunks
         self._max_seq_len = max_seq_len
+        self._max_batch_size = max_batch_size
         self._free_rows = list(range(max_batch_size, 0, -1))
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
@@ -256,9 +256,6 @@ class Scheduler:
             request: One that was added and is not finished.
         """
         self.prefixes.publish(request)
-        self._end(request)
-
-    def _end(self, request: Request) -> None:
         if request.state is RequestState.WAITING:
             self._waiting.remove(request)
         request.state = RequestState.FINISHED
@@ -283,13 +280,17 @@ class Scheduler:
         for request in self._running:
             request.blocks = [moves.get(block, block) for block in request.blocks]
 
-    def clear(self) -> None:
-        """Ends every request, takes everything back and forgets what was published; no step may be in flight."""
-        for request in self.unfinished:
-            self._end(request)
-        for request in tuple(self._running):
-            self._take_back(request)
-        self._allocator.forget()
+    def clear(self, *, keep: Collection[int] = ()) -> None:
+        """Ends every request, takes everything back and forgets what was published, whatever an interrupt left half done.
+
+        Args:
+            keep: Blocks that are no request's: those of padding.
+        """
+        for request in (*self._running, *self._waiting):
+            request.state, request.row, request.blocks = RequestState.FINISHED, None, []
+        self._running, self._waiting = [], deque()
+        self._free_rows = list(range(self._max_batch_size, 0, -1))
+        self._allocator.reset(keep=keep)
 
     def _chunks(self) -> Iterator[PrefillChunk]:
         budget = self._max_num_tokens
@@ -328,12 +329,12 @@ class Scheduler:
         blocks = self._allocator.allocate(own)
         if blocks is None:
             raise InternalError(f"{own} blocks were free and could not be had.")
+        self._running.append(request)  # first: `clear` knows it by that
         self._waiting.popleft()
         request.blocks = shared + blocks
         self.prefixes.admit(request, shared=len(shared))
         request.row = self._free_rows.pop()
         request.state = RequestState.PREFILL
-        self._running.append(request)
         return True
 
     def _make_room(self, batch: list[Request], *, drained: bool) -> bool:

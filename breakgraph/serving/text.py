@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-__all__ = ["Decodes", "Detokenizer", "OutputText", "StopStrings"]
+__all__ = ["BROKEN", "Decodes", "Detokenizer", "OutputText", "StopStrings"]
 
-_BROKEN = "\N{REPLACEMENT CHARACTER}"
+BROKEN = "\N{REPLACEMENT CHARACTER}"
 # Tokenizers with a prefix space (SentencePiece) strip it from the first token that they decode; behind a few
 # prompt tokens it is kept. Five are enough to hold one that is not special.
 _PROMPT_CONTEXT = 5
+_SILENT = 16  # tokens without text, such as special ones: they would be decoded again with each that follows
 _LONGEST_BROKEN = 3  # bytes of a character that lacks one
 
 
@@ -41,9 +42,14 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Decodes, *, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        context = list(prompt_ids[-_PROMPT_CONTEXT:])
-        if self._decode(context).endswith(_BROKEN):
-            context = []  # the prompt ends inside a character: it could not be told from the output's first
+        context: list[
+            int
+        ] = []  # where the prompt ends inside a character, it could not be told from the output's first
+        for count in (_PROMPT_CONTEXT, 2 * _PROMPT_CONTEXT, 4 * _PROMPT_CONTEXT):  # it may only begin inside one
+            last = list(prompt_ids[-count:])
+            if not self._decode(last).endswith(BROKEN):
+                context = last
+                break
         self._window = context
         self._done = len(context)
         self._given = 0  # characters of the text behind the context
@@ -52,14 +58,14 @@ class Detokenizer:
         """Takes the next tokens and returns the text that is complete now; may be empty."""
         self._window.extend(tokens)
         text = self._new_text()
-        broken = len(text) - len(text.rstrip(_BROKEN))
+        broken = len(text) - len(text.rstrip(BROKEN))
         # Bytes that are no character stay so, however the text goes on, but for the last few. A tokenizer with fallback bytes
         # breaks a whole run of them while its last character is incomplete, those of the context as well.
         held = self._done + _LONGEST_BROKEN
         sure = len(text) - min(broken, held)
         new = text[self._given : sure]
         self._given = max(self._given, sure)
-        if not broken and text:
+        if (not broken and text) or (not text and len(self._window) > self._done + _SILENT):
             self._forget()
         elif broken > held + 2 * _PROMPT_CONTEXT:
             self._shorten(held)
