@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
@@ -15,10 +16,12 @@ import openai
 import pytest
 
 from breakgraph.errors import ConfigError
-from breakgraph.server import Limits
+from breakgraph.server import Limits, Service
 from breakgraph.server.run import bind
 from breakgraph.serving import LLM, SamplingParams
+from breakgraph.serving.text import OutputText
 from tests.server_rig import OPTIONS, Rig, serving, speaking_model
+from tests.serving_reference import tiny_model
 
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "hi", "max_tokens": 4, "temperature": 0}
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -270,6 +273,187 @@ def test_an_api_key_is_asked_for() -> None:
                 assert response.status_code == 401
                 assert response.headers["www-authenticate"] == "Bearer"
         assert httpx.get(rig.url + "/health").status_code == httpx.get(rig.url + "/metrics").status_code == 200
+
+
+# What an attack on the server found.
+
+
+def test_an_answer_can_be_sent_back(rig: Rig) -> None:
+    """The message of an answer, with the fields that it has at null, is taken as part of the next request."""
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
+    first = rig.openai.chat.completions.create(model="tiny", messages=messages, max_tokens=4, temperature=0)
+    messages += [first.choices[0].message, {"role": "user", "content": "and"}]
+    assert rig.openai.chat.completions.create(model="tiny", messages=messages, max_tokens=4, temperature=0).choices
+
+
+@pytest.mark.parametrize(
+    ("body", "seconds"),
+    [
+        (b"{" + b",".join(b'"k%d": 1' % n for n in range(90_000)) + b', "k0": 2}', 2.0),
+        (b'{"model": "tiny", "prompt": "x", ' + b",".join(b'"k%d": 1' % n for n in range(90_000)) + b"}", 2.0),
+        (b'{"model": "tiny", "prompt": "x", "stop_token_ids": [' + b'"a",' * 300_000 + b'"a"]}', 2.0),
+        (b'{"model": "tiny", "messages": [' + b"{}," * 300_000 + b"{}]}", 2.0),
+        (b'{"model": "tiny", "prompt": "' + b"x" * 900_000 + b'"}', 2.0),
+        (b'{"model": "tiny", "prompt": "x", "' + b"y" * 900_000 + b'": 1}', 2.0),
+    ],
+    ids=["doubled", "unknown", "wrong tokens", "wrong messages", "long text", "long name"],
+)
+def test_a_large_wrong_body_is_refused_at_once(body: bytes, seconds: float) -> None:
+    """However many faults a body has, it is refused for the first one; nobody else waits for the search."""
+    with serving(LLM(speaking_model(), **{**OPTIONS, "graphs": False})) as made:
+        begin = time.monotonic()
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            response = made.http.post(path, content=body, headers={"content-type": "application/json"})
+            assert response.status_code == 400
+            assert len(_error(response)["message"]) < 2100
+        assert time.monotonic() - begin < 2 * seconds
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b'{"model": "tiny", "prompt": "\xed\xa0\x80"}', "invalid_json"),
+        ('{"model": "tiny", "prompt": "x"}'.encode("utf-16"), "invalid_json"),
+        (b'{"model": "tiny", "prompt": ' + b"[" * 950 + b'"\\u0041"' + b"]" * 950 + b"}", "invalid_value"),
+        (b'{"model": "tiny", "prompt": "x", "max_tokens": ' + b"9" * 4300 + b"}", "invalid_value"),
+    ],
+    ids=["half a pair", "utf-16", "deep", "4300 digits"],
+)
+def test_what_broke_the_form_of_errors_is_a_400(rig: Rig, body: bytes, code: str) -> None:
+    """Each of these was a bare 500 once."""
+    response = rig.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400, response.text
+    assert _error(response)["code"] in (code, "invalid_json")
+
+
+def test_a_text_with_a_token_beyond_the_embedding_is_a_400() -> None:
+    """A tokenizer with more tokens than the model: the request that has one is refused, and nobody else's step dies."""
+    model = speaking_model()
+    model.tokenizer.add_tokens(["<extra>"])
+    with serving(LLM(model, **{**OPTIONS, "graphs": False})) as made:
+        response = made.post("/v1/completions", {**COMPLETION, "prompt": "a<extra>b"})
+        assert response.status_code == 400
+        assert "token 257; the model's tokens are 0 to 256" in _error(response)["message"]
+        assert made.post("/v1/completions", COMPLETION).status_code == 200
+
+
+def test_a_panic_in_a_tokenizer_ends_its_answer(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no Exception, such as a panic in Rust, is told like one: whole answers do not wait for ever."""
+
+    class Panic(BaseException):
+        pass
+
+    def panics(self: OutputText, *tokens: int) -> str:
+        raise Panic("at the disco")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(OutputText, "push", panics)
+        response = rig.post("/v1/completions", COMPLETION)
+        assert response.status_code == 500
+        assert "Panic: at the disco" in _error(response)["message"]
+        assert "Panic" in rig.post("/v1/completions", {**COMPLETION, "stream": True}).text
+    rig.wait_until_idle()
+
+
+def test_a_tokenizer_that_raises_is_a_500_in_the_same_form(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever goes wrong behind the checks has the form of all errors, is counted, and names no path of this machine."""
+
+    def breaks(*_: object, **__: object) -> None:
+        raise ValueError("no idea")
+
+    before = rig.metric("requests_total", endpoint="/v1/completions", outcome="500")
+    with monkeypatch.context() as patched:
+        patched.setattr("breakgraph.server.prompting.encode", breaks)
+        response = rig.post("/v1/completions", COMPLETION)
+    assert response.status_code == 500
+    assert "ValueError: no idea" in _error(response)["message"]
+    assert rig.metric("requests_total", endpoint="/v1/completions", outcome="500") == before + 1
+
+
+def test_one_prompt_of_several_that_fails_leaves_nothing_behind(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text of the second of three cannot be begun: the first is ended, and no slot of the queue is lost."""
+    begin, calls = OutputText.__init__, iter(range(100))
+
+    def breaks(self: OutputText, *args: Any, **kwargs: Any) -> None:
+        if next(calls) == 1:
+            raise ValueError("no text")
+        begin(self, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(OutputText, "__init__", breaks)
+        assert rig.post("/v1/completions", {**COMPLETION, "prompt": ["a", "b", "c"]}).status_code == 500
+    assert rig.service.running == 0
+
+
+def test_a_client_that_leaves_in_its_body_is_a_disconnect(rig: Rig) -> None:
+    """No traceback and no error: it is counted as one that has gone."""
+    before = rig.metric("requests_total", endpoint="/v1/completions", outcome="disconnect")
+    host, port = rig.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as client:
+        client.sendall(_raw(json.dumps(COMPLETION).encode())[:-5])
+        time.sleep(0.1)
+    rig.wait_for(lambda: rig.metric("requests_total", endpoint="/v1/completions", outcome="disconnect") == before + 1)
+
+
+def test_a_stream_that_ends_in_an_error_is_counted_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its status was 200 when it began; the metrics say how it ended."""
+    with serving(LLM(speaking_model(), **OPTIONS), limits=Limits(request_seconds=0.3)) as made:
+        _slowly(made, monkeypatch, seconds=0.05)
+        assert "timeout" in made.post("/v1/completions", {**LONG, "stream": True}).text
+        made.wait_for(lambda: made.metric("requests_total", endpoint="/v1/completions", outcome="504") == 1)
+
+
+def test_a_second_signal_tells_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole answers get a 503 and streams an event and `[DONE]`, though the drain had time left."""
+    with serving(LLM(speaking_model(), **OPTIONS), limits=Limits(drain_seconds=60.0)) as made:
+        _slowly(made, monkeypatch, seconds=0.2)
+        seen: list[tuple[int, str]] = []
+
+        def ask(stream: bool) -> None:
+            response = made.post("/v1/completions", {**LONG, "stream": stream})
+            seen.append((response.status_code, response.text))
+
+        threads = [threading.Thread(target=ask, args=(stream,)) for stream in (True, False)]
+        for thread in threads:
+            thread.start()
+        made.wait_for(lambda: made.metric("requests_running") == 2)
+        begin = time.monotonic()
+        made.stop()
+        made.stop()
+        for thread in threads:
+            thread.join(20)
+        assert time.monotonic() - begin < 10
+        assert sorted(status for status, _ in seen) == [200, 503]
+        assert all("shutting_down" in text for _, text in seen)
+        assert any(text.endswith("data: [DONE]\n\n") for _, text in seen)
+
+
+def test_long_bodies_together_are_bounded() -> None:
+    """Sixteen of the largest are read or made into tokens at a time; what comes on top is told to come again."""
+    with serving(LLM(speaking_model(), **{**OPTIONS, "graphs": False}), limits=Limits(max_body_bytes=1000)) as made:
+        host, port = made.url.removeprefix("http://").split(":")
+        head = _raw(b"x" * 1000)[:-1]
+        clients = [socket.create_connection((host, int(port)), timeout=10) for _ in range(16)]
+        try:
+            for client in clients:
+                client.sendall(head)
+            made.wait_for(lambda: sum(made.service._held.values()) == 16 * 999)
+            response = made.post("/v1/completions", {**COMPLETION, "prompt": "y" * 100})
+            assert (response.status_code, _error(response)["code"]) == (503, "queue_full")
+        finally:
+            for client in clients:
+                client.close()
+        made.wait_for(lambda: not made.service._held)
+        assert made.post("/v1/completions", COMPLETION).status_code == 200
+
+
+def test_a_model_without_tokenizer_is_not_served() -> None:
+    """Every answer would be empty."""
+    mute = tiny_model(max_positions=128)
+    engine = LLM(mute, **{**OPTIONS, "graphs": False}).engine
+    service = Service(mute, engine=engine, name="mute", limits=Limits())
+    with pytest.raises(ConfigError, match="mute has no tokenizer"):
+        asyncio.run(service.start())
 
 
 # Requests that run.

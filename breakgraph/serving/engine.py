@@ -165,12 +165,10 @@ class Engine:
 
     def load(self) -> Load:
         """What there is to do now."""
-        usable = self.usable_blocks
+        scheduler, usable = self._scheduler, self.usable_blocks
+        used = usable - min(self.free_blocks, usable)
         return Load(
-            running=self._scheduler.num_running,
-            waiting=self._scheduler.num_waiting,
-            used_blocks=usable - min(self.free_blocks, usable),
-            usable_blocks=usable,
+            running=scheduler.num_running, waiting=scheduler.num_waiting, used_blocks=used, usable_blocks=usable
         )
 
     @property
@@ -241,7 +239,6 @@ class Engine:
                 step before; or, where the step in flight cannot be read, all. The engine can go on.
         """
         previous, laps = self._in_flight, Laps()
-        unread, self._unread = self._unread, []
         try:
             batch = self._scheduler.schedule(drained=previous is None)
             if batch is None and previous is None and self._scheduler.has_unfinished:
@@ -256,12 +253,14 @@ class Engine:
                 launched = self._launch(batch, laps)
             except Exception as error:
                 # What the step before made of its requests stands: it is read now and handed out by the next call.
-                self._unread = unread + self._read_or_fail(previous)
                 self._in_flight = None
+                self._unread += self._read_or_fail(previous)
                 self._fail(batch, error)
                 raise
         self._in_flight = launched
-        return unread + self._read_or_fail(previous)
+        read = self._read_or_fail(previous)
+        tokens, self._unread = self._unread + read, []
+        return tokens
 
     def finish(self, request: Request, *, reason: FinishReason, error: BaseException | None = None) -> None:
         """Ends a request now, whatever it is doing; one that has ended already is left alone.
@@ -336,7 +335,8 @@ class Engine:
         """Ends everything without a wait: the device may be what failed."""
         self._counters.failed_steps += 1
         self._in_flight = None
-        for request in self._scheduler.unfinished:
+        unread, self._unread = self._unread, []
+        for request in (*self._scheduler.unfinished, *(token.request for token in unread)):
             request.finish_reason, request.error = FinishReason.ERROR, error
         self._clear()
 
