@@ -378,10 +378,21 @@ def _exit_status() -> Iterator[None]:
         raise typer.Exit(EXIT_BAD_INPUT) from None
 
 
+_OPTIONS = {  # what the command line calls an option of the engine or the server
+    "max_seq_len": "--max-model-len",
+    "max_batch_size": "--max-num-seqs",
+    "max_num_tokens": "--max-num-batched-tokens",
+    **{name: "--" + name.replace("_", "-") for name in ("memory_fraction", "num_blocks", "sampling", "max_queue")},
+    "max_body_bytes": "--max-body-mb",
+    "request_seconds": "--request-timeout",
+    "drain_seconds": "--drain-timeout",
+}
+
+
 def _in_options(error: BreakgraphError) -> str:
-    """An error's text with a sampling parameter called what the command line calls it."""
-    found = re.match(r"SamplingParams\.(\w+)", error.what)
-    if found is None:
+    """An error's text with an option called what the command line calls it."""
+    found = re.match(r"(?:SamplingParams\.)?(\w+)(?= is )", error.what)
+    if found is None or (found[0] == found[1] and found[1] not in _OPTIONS):
         return str(error)
-    option = "--" + found[1].replace("_", "-")
-    return "\n".join((error.what.replace(found[0], option), error.why, error.fix.replace(found[1], option)))
+    option = _OPTIONS.get(found[1], "--" + found[1].replace("_", "-"))
+    return "\n".join((error.what.replace(found[0], option, 1), error.why, error.fix.replace(found[1], option)))
