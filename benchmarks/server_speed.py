@@ -11,9 +11,7 @@ one that is.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import statistics
 import subprocess
 import sys
 import threading
@@ -27,10 +25,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.provenance import provenance
-from benchmarks.serving_speed import VOCABULARY, prompts
+from benchmarks.server_client import NEW, PROMPT, VOCABULARY
+from benchmarks.serving_speed import prompts
 from benchmarks.shapes import SHAPES
 
-PROMPT, NEW = 128, 128
 CASES = ((1, True), (32, True), (128, True), (128, False), (256, False))
 
 
@@ -46,44 +44,10 @@ def words() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-async def client(url: str, *, count: int, stream: bool, seed: int) -> dict[str, Any]:
-    """Sends all requests at once; what each saw."""
-    import httpx
-
-    limits = httpx.Limits(max_connections=count)
-    async with httpx.AsyncClient(base_url=url, limits=limits, timeout=300) as http:
-
-        async def one(ids: list[int]) -> tuple[float, float, int]:
-            body = {"model": "random", "prompt": ids, "max_tokens": NEW, "temperature": 0, "ignore_eos": True}
-            begin = time.perf_counter()
-            if not stream:
-                answer = (await http.post("/v1/completions", json=body)).json()
-                end = time.perf_counter() - begin
-                return end, end, answer["usage"]["completion_tokens"]
-            first, chunks = 0.0, 0
-            async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
-                async for line in response.aiter_lines():
-                    if line.startswith("data: {"):
-                        chunks += 1
-                        first = first or time.perf_counter() - begin
-            return first, time.perf_counter() - begin, chunks
-
-        begin = time.perf_counter()
-        rows = await asyncio.gather(*(one(ids) for ids in prompts(count, length=PROMPT, seed=seed)))
-        seconds = time.perf_counter() - begin
-    firsts, ends, chunks = zip(*rows, strict=True)
-    return {
-        "seconds": round(seconds, 4),
-        "tokens_per_s": round(count * NEW / seconds, 1),
-        "first_ms": round(1e3 * statistics.median(firsts), 2),
-        "last_ms": round(1e3 * statistics.median(ends), 2),
-        "chunks": sum(chunks),
-    }
-
-
 def run_case(url: str, *, count: int, stream: bool) -> dict[str, Any]:
     """A case, by a client process."""
-    arguments = [sys.executable, __file__, "--client", url, "--count", str(count), *(["--stream"] if stream else [])]
+    script = Path(__file__).with_name("server_client.py")
+    arguments = [sys.executable, str(script), url, str(count), "stream" if stream else "whole", str(count)]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=200)
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
@@ -134,20 +98,10 @@ def measure(shape: str) -> dict[str, Any]:
 def main() -> None:
     """Measure and write the results file; or be the client."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shape", default="1B")
     parser.add_argument("--commit", help="where the machine has no git")
-    parser.add_argument("--client", help="be the client of this address")
-    parser.add_argument("--count", type=int, default=1)
-    parser.add_argument("--stream", action="store_true")
     options = parser.parse_args()
-    if options.client:
-        print(
-            json.dumps(
-                asyncio.run(client(options.client, count=options.count, stream=options.stream, seed=options.count))
-            )
-        )
-        return
     results = {**provenance(options.commit), **measure(options.shape)}
     options.out.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -19,7 +19,7 @@ from tests.server_rig import OPTIONS, Rig, serving, speaking_model
 from tests.serving_reference import TIE
 
 REQUESTS = 200
-NEW = 16
+NEW = 10
 
 
 @attrs.frozen

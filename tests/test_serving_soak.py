@@ -479,7 +479,7 @@ def test_thousands_of_steps(
     assert {what: size for what, size in growth.items() if size > MOST_GROWTH[what]} == {}
 
     # All of this happened, so all of it was compared.
-    assert set(soak.reasons) == set(FinishReason)
+    assert set(soak.reasons) == set(FinishReason) - {FinishReason.ERROR}
     assert soak.ours.statistics().preemptions >= WORKLOADS[name].preemptions
     assert soak.ours.statistics().discarded_tokens > 0
     for phase in ("prefill", "decode"):
@@ -494,7 +494,7 @@ def test_thousands_of_steps(
 
 
 @pytest.mark.parametrize(
-    ("name", "steps"), [("tiny", 4000), pytest.param("1B", 800, marks=pytest.mark.gpu)], ids=lambda value: str(value)
+    ("name", "steps"), [("tiny", 2500), pytest.param("1B", 800, marks=pytest.mark.gpu)], ids=lambda value: str(value)
 )
 def test_thousands_of_steps_that_share_blocks(name: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """REQ-C5, REQ-H5, FAULT-P9: the same traffic over common beginnings: tokens are those of an engine that shares nothing.
@@ -506,7 +506,7 @@ def test_thousands_of_steps_that_share_blocks(name: str, steps: int, monkeypatch
     statistics = soak.ours.statistics()
     assert statistics.cached_tokens == soak.cached_tokens > statistics.prompt_tokens // 20
     assert statistics.preemptions >= WORKLOADS[name].preemptions
-    assert set(soak.reasons) == set(FinishReason)
+    assert set(soak.reasons) == set(FinishReason) - {FinishReason.ERROR}
     assert soak.moved_blocks > 0
     assert soak.agreed > steps // 20
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 
 import attrs
 
@@ -102,7 +103,7 @@ class Answer:
         self._updates.append(update)
         self._arrived.set()
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
         """The answer, piece by piece; the last has a finish reason. Closing the iterator early ends the request.
 
         Raises:
@@ -190,6 +191,16 @@ async def merged(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Piece]]:
     Args:
         answers: At least one.
     """
+    if len(answers) == 1:  # by far the commonest case, and each piece would change hands twice
+        try:
+            async with aclosing(answers[0].pieces()) as pieces:
+                async for piece in pieces:
+                    yield 0, piece
+        except (Exception, asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as error:
+            raise _wrapped(error) from error
+        return
     queue: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue(1)
 
     async def pump(index: int, answer: Answer) -> None:
