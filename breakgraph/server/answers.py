@@ -194,8 +194,8 @@ async def merged(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Piece]]:
     if len(answers) == 1:  # by far the commonest case, and each piece would change hands twice
         try:
             async with aclosing(answers[0].pieces()) as pieces:
-                async for piece in pieces:
-                    yield 0, piece
+                async for one in pieces:
+                    yield 0, one
         except (Exception, asyncio.CancelledError, GeneratorExit):
             raise
         except BaseException as error:
