@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Iterator
@@ -9,7 +10,9 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from breakgraph.serving import LLM, SamplingParams
+from breakgraph.server.answers import Answer
+from breakgraph.serving import LLM, FinishReason, SamplingParams
+from breakgraph.serving.engine_thread import Ticket, Update
 from tests.server_rig import OPTIONS, Rig, serving, speaking_model
 
 GREEDY = {"model": "tiny", "max_tokens": 12, "temperature": 0}
@@ -249,3 +252,44 @@ def test_the_second_turn_of_a_chat_reuses_the_first(rig: Rig) -> None:
     assert second.usage is not None
     assert second.usage.prompt_tokens_details is not None
     assert second.usage.prompt_tokens_details.cached_tokens >= 32
+
+
+# Answers, without a server.
+
+
+def _updates(count: int) -> list[Update]:
+    """So many tokens, the last with a reason."""
+    reasons = [None] * (count - 1) + [FinishReason.LENGTH]
+    return [Update(token_id=index, at=float(index), finish_reason=reason) for index, reason in enumerate(reasons)]
+
+
+def _answer(*, quiet: bool, pause: float) -> tuple[Answer, list[float]]:
+    between: list[float] = []
+    ticket = Ticket(prompt_ids=[1], params=SamplingParams(), deliver=lambda update: None)
+    made = Answer(
+        ticket, text=None, cancel=lambda ticket: None, on_token=between.append, quiet=quiet, pause=lambda: pause
+    )
+    return made, between
+
+
+@pytest.mark.parametrize(("quiet", "pause", "pieces"), [(False, 0.0, 6), (False, 0.05, 2), (True, 0.0, 1)])
+def test_tokens_gather_while_a_reader_pauses(quiet: bool, pause: float, pieces: int) -> None:
+    """A piece a token where few read; where many do, what comes in a pause is one piece; a whole answer is one at its end."""
+
+    async def read() -> list[int]:
+        answer, between = _answer(quiet=quiet, pause=pause)
+
+        async def deliver() -> None:
+            for update in _updates(6):
+                answer.take(update)
+                await asyncio.sleep(0.002)
+
+        delivering = asyncio.create_task(deliver())
+        counts = [len(piece.token_ids) async for piece in answer.pieces()]
+        await delivering
+        assert between == [1.0] * 5
+        return counts
+
+    counts = asyncio.run(read())
+    assert sum(counts) == 6
+    assert len(counts) == pieces

@@ -1,7 +1,8 @@
 """The answer to one prompt while it grows, on the event loop's side: updates of the engine in, pieces of text out.
 
 Text is made here and not in the engine's thread: at 128 requests it would take longer than a step. A reader that is slower than
-the engine finds several tokens at once and gets one piece for them.
+the engine finds several tokens at once and gets one piece for them. Where many read, each waits a little after a piece: the event
+loop shares the interpreter with the engine, and a piece costs it as much whether it has one token or ten.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ class Answer:
         text: Makes text of tokens; None where the model has no tokenizer.
         cancel: Ends the request in the engine.
         on_token: Called with seconds since the token before, for each token but the first.
+        quiet: Whether nobody looks at it before its end: then nothing wakes up for its tokens.
+        pause: How long a reader lets tokens gather after each piece, seconds.
 
     Attributes:
         prompt_tokens: Tokens of the prompt.
@@ -81,11 +84,15 @@ class Answer:
         text: OutputText | None,
         cancel: Callable[[Ticket], None],
         on_token: Callable[[float], None],
+        quiet: bool,
+        pause: Callable[[], float],
     ) -> None:
         self._ticket = ticket
         self._text = text
         self._cancel = cancel
         self._on_token = on_token
+        self._quiet = quiet
+        self._pause = pause
         self._updates: deque[Update] = deque()
         self._arrived = asyncio.Event()
         self._ended = False
@@ -101,7 +108,8 @@ class Answer:
             update: The next one.
         """
         self._updates.append(update)
-        self._arrived.set()
+        if not self._quiet or update.finish_reason is not None:
+            self._arrived.set()
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """The answer, piece by piece; the last has a finish reason. Closing the iterator early ends the request.
@@ -116,6 +124,8 @@ class Answer:
                 piece = self._piece()
                 self._ended = piece.finish_reason is not None
                 yield piece
+                if not self._ended and (seconds := self._pause()):
+                    await asyncio.sleep(seconds)
         finally:
             self.end()
 

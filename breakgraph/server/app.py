@@ -191,7 +191,7 @@ async def _answer(
         return Response(status_code=_CLIENT_GONE)
     params = _params(asked, service=service)
     left = max(service.limits.request_seconds - (time.monotonic() - begin), 0.0)
-    answers = service.admit(asked.prompts, params, seconds=left)
+    answers = service.admit(asked.prompts, params, seconds=left, streamed=asked.request.streams)
     if asked.request.streams:
         failures: list[ApiError] = []
 

@@ -29,6 +29,8 @@ __all__ = ["Service"]
 R = TypeVar("R")
 
 _BODIES = 16  # of the largest size, read or made into tokens at a time
+_FEW = 8  # answers whose every token is worth a piece
+_PIECE_SECONDS = 0.0002  # of each answer, between its pieces: about twice what one costs the event loop
 _DROPPED = 4  # of as many characters, a tokenizer that normalises its text may leave one
 
 
@@ -156,7 +158,7 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._encoder, function)
 
     def admit(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, seconds: float
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, seconds: float, streamed: bool
     ) -> list[Answer]:
         """Hands prompts to the engine, all of them or none.
 
@@ -164,6 +166,7 @@ class Service:
             prompts: Token ids of each.
             params: For each of them.
             seconds: How long an answer may take from now on.
+            streamed: Whether somebody looks at the answers before they are whole.
 
         Returns:
             Their answers. Each must be read to its end, or `release` must be called.
@@ -195,22 +198,35 @@ class Service:
         answers: list[Answer] = []
         try:
             for prompt, wanted in zip(prompts, params, strict=True):
-                answers.append(self._submit(thread, prompt, wanted, seconds=seconds))
+                quiet = not streamed and not wanted.stop
+                answers.append(self._submit(thread, prompt, wanted, seconds=seconds, quiet=quiet))
         except BaseException:
             self.release(answers)
             raise
         return answers
 
-    def _submit(self, thread: EngineThread, prompt: Sequence[int], params: SamplingParams, *, seconds: float) -> Answer:
+    def _submit(
+        self, thread: EngineThread, prompt: Sequence[int], params: SamplingParams, *, seconds: float, quiet: bool
+    ) -> Answer:
         ticket = Ticket(prompt_ids=prompt, params=params, deliver=_nobody)
         text = None
         if self._decoding is not None:
             text = OutputText(self._decoding, prompt_ids=prompt, stop=params.stop)
-        answer = Answer(ticket, text=text, cancel=thread.cancel, on_token=self.metrics.between_tokens)
+        answer = Answer(
+            ticket,
+            text=text,
+            cancel=thread.cancel,
+            on_token=self.metrics.between_tokens,
+            quiet=quiet,
+            pause=self._pause,
+        )
         ticket.deliver = answer.take
         self._answers[answer] = asyncio.get_running_loop().call_later(seconds, answer.fail, self.late())
         thread.submit(ticket)
         return answer
+
+    def _pause(self) -> float:
+        return 0.0 if self.running <= _FEW else self.running * _PIECE_SECONDS
 
     def late(self) -> ApiError:
         """What a client is told whose answer took too long."""
