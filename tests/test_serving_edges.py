@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from breakgraph.errors import ConfigError, InternalError
 from breakgraph.serving import LLM, FinishReason, SamplingParams
+from breakgraph.serving.device_state import PendingTokens
 from breakgraph.serving.engine_thread import EngineThread, Ticket, Update
 from breakgraph.serving.kv_cache import BlockAllocator
 from breakgraph.serving.prefix_cache import PrefixCache
@@ -122,6 +123,56 @@ def test_an_answer_that_had_ended_is_no_error(llm: LLM, monkeypatch: pytest.Monk
         (answer,) = llm.generate([1, 2, 3], SamplingParams(max_tokens=30, stop_token_ids=[tokens[4]]))
     assert answer.finish_reason is FinishReason.STOP
     assert answer.token_ids == tokens[: tokens.index(tokens[4]) + 1]
+
+
+def test_the_exception_of_a_launch_is_seen_though_the_step_before_fails_too(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A break raises, and then the tokens in flight cannot be read: the first of the two reaches the caller, with a note."""
+    stream = llm.stream([1, 2, 3], LONG)
+    next(stream)
+
+    def fails(step: Any) -> Any:
+        raise RuntimeError("the break is broken")
+
+    def gone(self: PendingTokens) -> list[int]:
+        raise OSError("the device is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(llm.engine.decode, "launch", fails)
+        patched.setattr(PendingTokens, "wait", gone)
+        with pytest.raises(RuntimeError, match="the break is broken") as raised:
+            list(stream)
+    assert any("the device is gone" in note for note in raised.value.__notes__)
+
+
+def test_a_foreign_failure_is_not_raised_by_an_answer_that_is_whole(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody's own request fails while `generate` cleans up: its answers are returned, the request has the error."""
+    launch = llm.engine.decode.launch
+    own = llm.engine.add([4, 4, 4], params=LONG)
+
+    def fails(step: Any) -> Any:
+        if len(step.requests) == 1:
+            raise RuntimeError("not yours")
+        return launch(step)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(llm.engine.decode, "launch", fails)
+        (answer,) = llm.generate([1, 2, 3], SamplingParams(max_tokens=4))
+    assert len(answer.token_ids) == 4
+    assert str(own.error) == "not yours"
+
+
+def test_a_text_that_cannot_be_begun_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer raises before the request is there: the engine never hears of it."""
+
+    def breaks(*_: object) -> None:
+        raise ValueError("no text")
+
+    with monkeypatch.context() as patched, pytest.raises(ValueError, match="no text"):
+        patched.setattr(llm._answer_loop, "_new_text", breaks)
+        llm.generate([1, 2, 3])
+    assert not llm.engine.has_work
 
 
 def test_a_tokenizer_that_raises_ends_its_answer_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,10 +62,12 @@ class AnswerLoop:
 
     Args:
         engine: Captured; others may use it as well, by turns.
-        new_text: Makes the text of a request; None where the model has no tokenizer.
+        new_text: Begins the text behind a prompt; None where the model has no tokenizer.
     """
 
-    def __init__(self, engine: Engine, *, new_text: Callable[[Request], OutputText | None]) -> None:
+    def __init__(
+        self, engine: Engine, *, new_text: Callable[[Sequence[int], SamplingParams], OutputText | None]
+    ) -> None:
         self._engine = engine
         self._new_text = new_text
         self._answers: dict[Request, Answer] = {}
@@ -86,8 +88,9 @@ class AnswerLoop:
         Raises:
             ConfigError: It could never run.
         """
+        text = self._new_text(ids, params)  # first: where it raises, nothing has begun
         request = self._engine.add(ids, params=params)
-        answer = self._answers[request] = Answer(request, self._new_text(request), whole)
+        answer = self._answers[request] = Answer(request, text, whole)
         return answer
 
     def wait(self, answers: Sequence[Answer]) -> None:
@@ -242,7 +245,7 @@ class AnswerLoop:
         if BROKEN not in text:
             return text
         # A tokenizer with fallback bytes breaks a whole run of them for one that is no character: as a stream it does not.
-        again = self._new_text(answer.request)
+        again = self._new_text(answer.request.prompt_ids, answer.request.params)
         assert again is not None
         return "".join(again.push(token) for token in spoken) + again.finish()
 
@@ -257,7 +260,10 @@ class AnswerLoop:
                 engine.finish(answer.request, reason=FinishReason.ABORT)
         try:
             while not self._answers and engine.has_work:
-                engine.step()
+                try:
+                    engine.step()
+                except Exception as error:  # of requests that nobody here waits for; the step has ended them
+                    _LOG.error("a step failed that no answer was waited for in: %s", error, exc_info=error)
         except BaseException:
             self._end_all()
             raise

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from breakgraph.capture_window import CaptureProgress
-from breakgraph.errors import ConfigError, InternalError
+from breakgraph.errors import InternalError
 from breakgraph.serving.config import EngineConfig, Graphs, Sizes
 from breakgraph.serving.decode_step import DecodeStep
 from breakgraph.serving.device_state import DeviceState, PendingTokens
@@ -30,6 +30,7 @@ from breakgraph.serving.kv_cache import NULL_BLOCK, BlockAllocator
 from breakgraph.serving.logits_tail import LogitsTail
 from breakgraph.serving.memory import MemorySplit
 from breakgraph.serving.prefill_step import PrefillStep
+from breakgraph.serving.prompts import check_tokens
 from breakgraph.serving.requests import FinishReason, Request, RequestState
 from breakgraph.serving.sampling_params import SamplingParams
 from breakgraph.serving.scheduler import DecodeBatch, PrefillBatch, Scheduler
@@ -188,13 +189,7 @@ class Engine:
         """
         size = self.state.decoder.vocab_size
         params.check_vocabulary(size)
-        if len(prompt_ids) and not 0 <= min(prompt_ids) <= max(prompt_ids) < size:
-            wrong = next(token for token in prompt_ids if not 0 <= token < size)
-            raise ConfigError(
-                f"the prompt has token {wrong}; the model's tokens are 0 to {size - 1}.",
-                why="It has no row in the embedding; on a GPU reading past the table stops the whole process.",
-                fix="Encode the prompt with this model's tokenizer.",
-            )
+        check_tokens(prompt_ids, vocabulary=size)
         prompt = len(prompt_ids)
         self._scheduler.check(prompt, max_new_tokens=self._most_new_tokens(prompt, params))
 
@@ -254,11 +249,22 @@ class Engine:
             except Exception as error:
                 # What the step before made of its requests stands: it is read now and handed out by the next call.
                 self._in_flight = None
-                self._unread += self._read_or_fail(previous)
-                self._fail(batch, error)
+                try:
+                    self._unread += [] if previous is None else self._read(previous)
+                except Exception as other:
+                    error.add_note(
+                        f"breakgraph: the step before could not be read either: {type(other).__name__}: {other}"
+                    )
+                    self._fail_all(error)
+                else:
+                    self._fail(batch, error)
                 raise
         self._in_flight = launched
-        read = self._read_or_fail(previous)
+        try:
+            read = [] if previous is None else self._read(previous)
+        except Exception as error:
+            self._fail_all(error)
+            raise
         tokens, self._unread = self._unread + read, []
         return tokens
 
@@ -315,15 +321,6 @@ class Engine:
                 in_flight.tokens.wait()  # after it nothing on the device uses the blocks
         finally:
             self._clear()
-
-    def _read_or_fail(self, step: InFlight | None) -> list[Token]:
-        if step is None:
-            return []
-        try:
-            return self._read(step)
-        except Exception as error:
-            self._fail_all(error)
-            raise
 
     def _fail(self, batch: PrefillBatch | DecodeBatch, error: Exception) -> None:
         self._counters.failed_steps += 1

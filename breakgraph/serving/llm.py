@@ -20,7 +20,7 @@ from breakgraph.serving.config import engine_config, sequence_limit
 from breakgraph.serving.engine import Engine
 from breakgraph.serving.llm_arguments import check_arguments, check_via, checked_params
 from breakgraph.serving.prompts import Prompt, encode, prompts_of
-from breakgraph.serving.requests import Chunk, Completion, Request
+from breakgraph.serving.requests import Chunk, Completion
 from breakgraph.serving.sampling_params import SamplingParams
 from breakgraph.serving.scheduler import check_prompt
 from breakgraph.serving.startup import build_engine, choose_device
@@ -230,11 +230,11 @@ class LLM:
         self._check_length(len(ids), known)
         return ids
 
-    def _new_text(self, request: Request) -> OutputText | None:
+    def _new_text(self, ids: Sequence[int], params: SamplingParams) -> OutputText | None:
         tokenizer = self._known.tokenizer
         if tokenizer is None:
             return None
-        return OutputText(tokenizer, prompt_ids=request.prompt_ids, stop=request.params.stop)
+        return OutputText(tokenizer, prompt_ids=ids, stop=params.stop)
 
     @property
     def _answer_loop(self) -> AnswerLoop:

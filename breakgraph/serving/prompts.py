@@ -12,7 +12,7 @@ from breakgraph.errors import ConfigError
 from breakgraph.models.loaded import LoadedModel
 from breakgraph.models.weights import OpenedModel
 
-__all__ = ["Prompt", "encode", "encode_chat", "has_chat_template", "prompts_of"]
+__all__ = ["Prompt", "check_tokens", "encode", "encode_chat", "has_chat_template", "prompts_of"]
 
 Prompt = str | Sequence[int]
 
@@ -102,7 +102,7 @@ def encode(model: LoadedModel | OpenedModel, prompt: Prompt, *, chat: bool) -> l
         )
     if not chat:
         ids: list[int] = tokenizer(prompt).input_ids
-        _check_range(ids, vocabulary=model.vocab_size, fix="Leave its text out: the model has no embedding for it.")
+        check_tokens(ids, vocabulary=model.vocab_size, fix="Leave its text out: the model has no embedding for it.")
         return ids
     return encode_chat(model, [{"role": "user", "content": prompt}])
 
@@ -132,7 +132,7 @@ def encode_chat(model: LoadedModel | OpenedModel, messages: Sequence[Mapping[str
             why="A model knows the roles, and their order, that it was trained on.",
             fix="Change the messages accordingly.",
         ) from error
-    _check_range(templated, vocabulary=model.vocab_size, fix="Leave its text out: the model has no embedding for it.")
+    check_tokens(templated, vocabulary=model.vocab_size, fix="Leave its text out: the model has no embedding for it.")
     return templated
 
 
@@ -147,11 +147,23 @@ def _checked_ids(prompt: Sequence[int], *, vocabulary: int) -> list[int]:
     else:
         _check_kind(prompt)
         ids = [int(token) for token in prompt]
-    _check_range(ids, vocabulary=vocabulary, fix="Encode the prompt with this model's tokenizer.")
+    check_tokens(ids, vocabulary=vocabulary)
     return ids
 
 
-def _check_range(ids: Sequence[int], *, vocabulary: int, fix: str) -> None:
+def check_tokens(
+    ids: Sequence[int], *, vocabulary: int, fix: str = "Encode the prompt with this model's tokenizer."
+) -> None:
+    """Refuses tokens that have no embedding.
+
+    Args:
+        ids: Of a prompt.
+        vocabulary: Token ids are below this.
+        fix: What to do where one is not.
+
+    Raises:
+        ConfigError: There is one.
+    """
     if ids and (min(ids) < 0 or max(ids) >= vocabulary):
         wrong = next(token for token in ids if not 0 <= token < vocabulary)
         raise ConfigError(
