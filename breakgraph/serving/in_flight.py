@@ -12,7 +12,7 @@ from breakgraph.serving.step_records import Laps
 __all__ = ["InFlight", "Token"]
 
 
-@attrs.define  # frozen ones take twice as long to make, and a step makes one for each request
+@attrs.define  # and not frozen, which takes longer to make: a step makes one for each request
 class Token:
     """One generated token.
 

@@ -36,7 +36,7 @@ class PrefixReuse(enum.Enum):
 
 
 def block_digest(token_ids: npt.NDArray[np.int64], *, parent: bytes | None) -> bytes:
-    """Names what lies in a block. Cost: about 1 us for 16 tokens.
+    """Names what lies in a block. Cost: one hash of 8 bytes a token.
 
     Args:
         token_ids: Of the block, ``(block_size,)`` int64.
