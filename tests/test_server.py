@@ -11,9 +11,11 @@ import openai
 import pytest
 
 from breakgraph.server.answers import Answer
+from breakgraph.server.token_texts import TokenTexts
 from breakgraph.serving import LLM, FinishReason, SamplingParams
 from breakgraph.serving.engine_thread import Ticket, Update
 from tests.server_rig import OPTIONS, Rig, serving, speaking_model
+from tests.test_serving_text import BYTES, PIECES
 
 GREEDY = {"model": "tiny", "max_tokens": 12, "temperature": 0}
 
@@ -270,6 +272,34 @@ def _answer(*, quiet: bool, pause: float) -> tuple[Answer, list[float]]:
         ticket, text=None, cancel=lambda ticket: None, on_token=between.append, quiet=quiet, pause=lambda: pause
     )
     return made, between
+
+
+def test_tokens_before_an_error_come_first() -> None:
+    """A reader that finds tokens and an error behind them gets the tokens as a piece, and then the error."""
+
+    async def read() -> list[int]:
+        answer, _ = _answer(quiet=False, pause=0.0)
+        for update in _updates(3)[:2]:
+            answer.take(update)
+        answer.fail(RuntimeError("too late"))
+        counts = []
+        with pytest.raises(RuntimeError, match="too late"):
+            async for piece in answer.pieces():
+                counts.append(len(piece.token_ids))  # noqa: PERF401
+        return counts
+
+    assert asyncio.run(read()) == [2]
+
+
+def test_names_of_tokens_keep_their_spaces_and_bytes() -> None:
+    """A word of a tokenizer that writes spaces as part of words has its space; bytes that are no text are named as bytes."""
+    texts = TokenTexts(PIECES)
+    the, cat, byte = PIECES.convert_tokens_to_ids(["\u2581the", "\u2581cat", "<0xE2>"])
+    assert (texts.text(the), texts.raw(the), texts.name(cat)) == (" the", b" the", " cat")
+    assert (texts.raw(byte), texts.name(byte)) == (b"\xe2", "bytes:\\xe2")
+    assert texts.by_name({the: -1.0, cat: -2.0}) == {" the": -1.0, " cat": -2.0}
+    euro = TokenTexts(BYTES)
+    assert euro.name(BYTES.encode("\u20ac", add_special_tokens=False)[0]) == "bytes:\\xe2"
 
 
 @pytest.mark.parametrize(("quiet", "pause", "pieces"), [(False, 0.0, 6), (False, 0.05, 2), (True, 0.0, 1)])

@@ -15,8 +15,8 @@ import httpx
 import openai
 import pytest
 
-from breakgraph.errors import ConfigError
-from breakgraph.server import Limits, Service
+from breakgraph.errors import ConfigError, InternalError
+from breakgraph.server import Limits, Service, create_app, run_server
 from breakgraph.server.run import bind
 from breakgraph.serving import LLM, SamplingParams
 from breakgraph.serving.text import OutputText
@@ -454,6 +454,18 @@ def test_a_model_without_tokenizer_is_not_served() -> None:
     service = Service(mute, engine=engine, name="mute", limits=Limits())
     with pytest.raises(ConfigError, match="mute has no tokenizer"):
         asyncio.run(service.start())
+
+
+def test_a_server_that_cannot_start_says_so() -> None:
+    """Its service refuses to start: the call raises, and does not return as after a good end; the port is free again."""
+    mute = tiny_model(max_positions=128)
+    engine = LLM(mute, **{**OPTIONS, "graphs": False}).engine
+    service = Service(mute, engine=engine, name="mute", limits=Limits())
+    listener = bind("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    with pytest.raises(InternalError, match="did not start"):
+        run_server(create_app(service), service=service, listener=listener)
+    bind("127.0.0.1", port).close()
 
 
 # Requests that run.

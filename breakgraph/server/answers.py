@@ -64,7 +64,7 @@ class Answer:
 
     Args:
         ticket: The request; its `deliver` is `take`.
-        text: Makes text of tokens; None where the model has no tokenizer.
+        text: Makes text of tokens; None makes none.
         cancel: Ends the request in the engine.
         on_token: Called with seconds since the token before, for each token but the first.
         quiet: Whether nobody looks at it before its end: then nothing wakes up for its tokens.
@@ -153,6 +153,10 @@ class Answer:
         while self._updates and reason is None:
             update = self._updates.popleft()
             if update.error is not None:
+                if tokens:  # what was made before comes first
+                    self._updates.appendleft(update)
+                    self._arrived.set()
+                    break
                 self._ended = True
                 raise update.error
             reason = update.finish_reason

@@ -131,12 +131,11 @@ class _Completions:
         service = self.service
         request = parse(CompletionRequest, body=body)
         _check_model(service, request.model)
-        prompts = await service.encode(
-            lambda: completion_prompts(
-                request, model=service.model, limits=service.limits, most_characters=service.most_characters
-            )
+        most = service.tokenizing.most_characters(service.room)
+        prompts = await service.tokenizing.encode(
+            lambda: completion_prompts(request, model=service.model, limits=service.limits, most_characters=most)
         )
-        tokens = None if request.logprobs is None else service.token_texts()
+        tokens = None if request.logprobs is None else service.tokenizing.tokens
         return _Asked(request, prompts, CompletionForm(model=service.name, tokens=tokens))
 
 
@@ -151,10 +150,11 @@ class _Chat:
         service = self.service
         request = parse(ChatRequest, body=body)
         _check_model(service, request.model)
-        prompt = await service.encode(
-            lambda: chat_prompt(request, model=service.model, most_characters=service.most_characters)
+        most = service.tokenizing.most_characters(service.room)
+        prompt = await service.tokenizing.encode(
+            lambda: chat_prompt(request, model=service.model, most_characters=most)
         )
-        tokens = service.token_texts() if request.logprobs else None
+        tokens = service.tokenizing.tokens if request.logprobs else None
         return _Asked(request, [prompt], ChatForm(model=service.name, tokens=tokens))
 
 

@@ -47,7 +47,7 @@ class Limits:
         ConfigError: A value is not above 0, or of another type.
     """
 
-    max_body_bytes: int = _whole(8 << 20)
+    max_body_bytes: int = _whole(8_000_000)
     max_queue: int = _whole(1024)
     max_prompts: int = _whole(512)
     body_seconds: float = _seconds(30.0)

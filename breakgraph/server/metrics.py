@@ -113,61 +113,58 @@ class _EngineCollector(Collector):
         """The engine's numbers as metrics."""
         statistics, load = self._engine.statistics, self._engine.load
         phases = {"prefill": statistics.prefill, "decode": statistics.decode}
-        yield _counter("steps", "Steps launched.", "phase", {name: phase.steps for name, phase in phases.items()})
-        yield _counter(
-            "graph_replays",
-            "Steps that replayed a graph.",
-            "phase",
-            {name: phase.replays for name, phase in phases.items()},
+        labelled: tuple[tuple[str, str, str, Mapping[str, float]], ...] = (
+            ("steps", "Steps launched.", "phase", {name: phase.steps for name, phase in phases.items()}),
+            ("graph_replays", "Steps that replayed.", "phase", {name: phase.replays for name, phase in phases.items()}),
+            (
+                "step_tokens",
+                "Tokens that steps computed.",
+                "phase",
+                {name: phase.tokens for name, phase in phases.items()},
+            ),
+            ("eager_steps", "Steps that ran eagerly.", "reason", statistics.eager),
+            ("step_seconds", "Host time of steps.", "part", statistics.parts),
+            ("real_rows", "Real rows of replays.", "phase", {name: rows[0] for name, rows in statistics.rows.items()}),
+            (
+                "replayed_rows",
+                "All rows of replays.",
+                "phase",
+                {name: rows[1] for name, rows in statistics.rows.items()},
+            ),
         )
-        yield _counter("eager_steps", "Steps that ran eagerly.", "reason", statistics.eager)
-        yield _counter(
-            "step_tokens",
-            "Tokens that steps computed.",
-            "phase",
-            {name: phase.tokens for name, phase in phases.items()},
-        )
-        yield _counter("step_seconds", "Host time of steps.", "part", statistics.parts)
-        yield _counter(
-            "replayed_rows",
-            "Rows of replays, padding included.",
-            "phase",
-            {name: rows[1] for name, rows in statistics.rows.items()},
-        )
-        yield _counter(
-            "real_rows", "Real rows of replays.", "phase", {name: rows[0] for name, rows in statistics.rows.items()}
-        )
-        yield _gauge("padding_waste", "Share of replayed rows that was padding.", "phase", statistics.padding_waste)
-        for name, text, value in (
+        for name, text, label, values in labelled:
+            yield _family(CounterMetricFamily, name, text, label, values)
+        waste = "Share of replayed rows that was padding."
+        yield _family(GaugeMetricFamily, "padding_waste", waste, "phase", statistics.padding_waste)
+        counters = (
             ("preemptions", "Times that a request lost its blocks and started again.", statistics.preemptions),
             ("cached_tokens", "Prompt tokens taken from the cache.", statistics.cached_tokens),
             ("discarded_tokens", "Tokens made for requests that had ended a step before.", statistics.discarded_tokens),
             ("failed_steps", "Steps that raised.", statistics.failed_steps),
             ("tail_steps", "Steps with penalties, bias or log-probabilities.", statistics.tail_steps),
-        ):
-            yield CounterMetricFamily(f"breakgraph_{name}", text, value=value)
-        used = load.used_blocks / max(load.usable_blocks, 1)
+        )
+        for name, text, count in counters:
+            yield CounterMetricFamily(f"breakgraph_{name}", text, value=count)
         gauges: tuple[tuple[str, str, float], ...] = (
             ("requests_running", "Requests that hold blocks.", load.running),
             ("requests_waiting", "Requests that wait for blocks or rows.", load.waiting),
             ("kv_blocks_used", "Blocks of the KV cache that requests hold.", load.used_blocks),
             ("kv_blocks_usable", "Blocks of the KV cache that requests can hold.", load.usable_blocks),
-            ("kv_usage", "The first by the second, 0 to 1.", used),
+            ("kv_usage", "The first by the second, 0 to 1.", load.used_blocks / max(load.usable_blocks, 1)),
             ("graphs", "Graphs that may serve.", statistics.graphs),
         )
         for name, text, number in gauges:
             yield GaugeMetricFamily(f"breakgraph_{name}", text, value=number)
 
 
-def _counter(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-    family = CounterMetricFamily(f"breakgraph_{name}", text, labels=[label])
-    for value, count in values.items():
-        family.add_metric([value], count)
-    return family
-
-
-def _gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-    family = GaugeMetricFamily(f"breakgraph_{name}", text, labels=[label])
+def _family(
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+    name: str,
+    text: str,
+    label: str,
+    values: Mapping[str, float],
+) -> Metric:
+    family = kind(f"breakgraph_{name}", text, labels=[label])
     for value, count in values.items():
         family.add_metric([value], count)
     return family

@@ -15,7 +15,7 @@ import attrs
 import uvicorn
 from fastapi import FastAPI
 
-from breakgraph.errors import ConfigError
+from breakgraph.errors import ConfigError, InternalError
 from breakgraph.server.service import Service
 
 __all__ = ["Running", "bind", "run_server"]
@@ -95,6 +95,9 @@ def run_server(
         listener: From `bind`.
         on_ready: Called when requests are taken.
         on_drain: Called when it was told to stop, with the number of answers that still run.
+
+    Raises:
+        InternalError: The service could not be started.
     """
     config = uvicorn.Config(
         app,
@@ -108,6 +111,8 @@ def run_server(
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:
         _Server(config, service=service, on_ready=on_ready, on_drain=on_drain).run(sockets=[listener])
+    except SystemExit:  # uvicorn's, which has logged why; a caller's thread would end without a word
+        raise InternalError("the server did not start; uvicorn's log says why.") from None
     finally:
         sys.setswitchinterval(before)
         listener.close()

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TypeVar
 
 import attrs
 
@@ -18,59 +15,47 @@ from breakgraph.server.answers import Answer
 from breakgraph.server.errors import ApiError, api_error
 from breakgraph.server.limits import Limits
 from breakgraph.server.metrics import Metrics, snapshot
-from breakgraph.server.token_texts import TokenTexts
+from breakgraph.server.tokenizing import Tokenizing
 from breakgraph.serving.engine import Engine
 from breakgraph.serving.engine_thread import EngineThread, Ticket
 from breakgraph.serving.sampling_params import SamplingParams
-from breakgraph.serving.text import OutputText
 
 __all__ = ["Service"]
 
-R = TypeVar("R")
-
 _BODIES = 16  # of the largest size, read or made into tokens at a time
 _FEW = 8  # answers whose every token is worth a piece
-_PIECE_SECONDS = 0.0002  # of each answer, between its pieces: about twice what one costs the event loop
-_DROPPED = 4  # of as many characters, a tokenizer that normalises its text may leave one
+_PIECE_SECONDS = 0.0002  # for each answer, between two of its pieces: so much of the interpreter is the engine's
 
 
 class Service:
     """Answers prompts from an event loop.
 
     Args:
-        model: What the engine runs; its tokenizer is used by a thread of its own, a copy of it by the event loop.
+        model: What the engine runs.
         engine: Captured. It belongs to the service from `start` to `stop`.
         name: What clients call the model.
         limits: Bounds.
 
     Attributes:
-        model: As given.
+        model: As given, but for its source: messages call the model what clients do, and name no path.
         name: As given.
         limits: As given.
+        tokenizing: The model's tokenizer.
         metrics: What `/metrics` shows.
         created: When the service was made, seconds since 1970.
     """
 
     def __init__(self, model: LoadedModel, *, engine: Engine, name: str, limits: Limits) -> None:
-        # Messages about the model call it what clients do, and no path of this machine.
         self.model = attrs.evolve(model, source=name)
         self.name = name
         self.limits = limits
+        self.tokenizing = Tokenizing(model.tokenizer)
         self.metrics = Metrics()
         self.created = int(time.time())
         self._engine = engine
         self._thread: EngineThread | None = None
         self._draining = False
-        # A fast tokenizer may not be changed by one thread while another one uses it, and encoding changes its settings.
-        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="breakgraph-encode")
-        self._decoding = copy.deepcopy(model.tokenizer)
-        # A token that begins a text loses its space in tokenizers that write spaces as part of words, so one stands before it.
-        self._anchor: list[int] = (
-            [] if model.tokenizer is None else model.tokenizer("a", add_special_tokens=False).input_ids[-1:]
-        )
         self._held: dict[object, int] = {}
-        vocabulary = () if model.tokenizer is None else model.tokenizer.get_vocab()
-        self._longest_token = max(map(len, vocabulary), default=1)
         self._answers: dict[Answer, asyncio.TimerHandle] = {}
 
     async def start(self) -> None:
@@ -90,12 +75,7 @@ class Service:
         self._draining = True
         if self._thread is not None:
             await asyncio.to_thread(self._thread.stop)
-        self._encoder.shutdown(wait=False, cancel_futures=True)
-
-    @property
-    def most_characters(self) -> int:
-        """Characters beyond which no text fits: as many as the longest tokens have, and some for what a tokenizer drops."""
-        return self.room * self._longest_token * _DROPPED
+        self.tokenizing.close()
 
     @property
     def room(self) -> int:
@@ -149,14 +129,6 @@ class Service:
         finally:
             self._held.pop(mark, None)
 
-    async def encode(self, function: Callable[[], R]) -> R:
-        """Runs what uses the model's tokenizer in its thread.
-
-        Args:
-            function: Makes token ids of something.
-        """
-        return await asyncio.get_running_loop().run_in_executor(self._encoder, function)
-
     def admit(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, seconds: float, streamed: bool
     ) -> list[Answer]:
@@ -209,12 +181,9 @@ class Service:
         self, thread: EngineThread, prompt: Sequence[int], params: SamplingParams, *, seconds: float, quiet: bool
     ) -> Answer:
         ticket = Ticket(prompt_ids=prompt, params=params, deliver=_nobody)
-        text = None
-        if self._decoding is not None:
-            text = OutputText(self._decoding, prompt_ids=prompt, stop=params.stop)
         answer = Answer(
             ticket,
-            text=text,
+            text=self.tokenizing.text(prompt, stop=params.stop),
             cancel=thread.cancel,
             on_token=self.metrics.between_tokens,
             quiet=quiet,
@@ -245,23 +214,6 @@ class Service:
                 deadline.cancel()
                 answer.end()
                 self.metrics.answered(answer)
-
-    def token_text(self, token_id: int) -> str:
-        """The text of a token as it is behind others; special ones by their name.
-
-        Args:
-            token_id: The token.
-        """
-        before = self._decode(self._anchor)
-        return self._decode([*self._anchor, token_id])[len(before) :]
-
-    def token_texts(self) -> TokenTexts:
-        """Texts, names and bytes of single tokens, for log-probabilities."""
-        return TokenTexts(self._decoding, decode=self.token_text)
-
-    def _decode(self, token_ids: list[int]) -> str:
-        text: str = self._decoding.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
 
     async def metrics_text(self) -> bytes:
         """Everything that `/metrics` shows.

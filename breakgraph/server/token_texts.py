@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
+
+from breakgraph.serving.text import BROKEN
 
 __all__ = ["TokenTexts"]
 
-_BROKEN = "\N{REPLACEMENT CHARACTER}"
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -26,21 +28,30 @@ class TokenTexts:
     """Texts, names and bytes of tokens, each taken by itself.
 
     Args:
-        tokenizer: Of transformers; None where the model has none.
-        decode: Text of one token, special ones by their name.
+        tokenizer: Of transformers; no other thread may encode with it.
     """
 
-    def __init__(self, tokenizer: Any, *, decode: Callable[[int], str]) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._decode = decode
 
     def text(self, token_id: int) -> str:
-        """Its text; U+FFFD stands for bytes that are no character by themselves.
+        """Its text behind others, special ones by their name; U+FFFD stands for bytes that are no character by themselves.
 
         Args:
             token_id: The token.
         """
-        return self._decode(token_id)
+        anchor, before = self._anchor
+        return self._decode([*anchor, token_id])[len(before) :]
+
+    @cached_property
+    def _anchor(self) -> tuple[list[int], str]:
+        """A token to stand before others, and its text: some tokenizers take the space off the first token of a text."""
+        last = self._tokenizer("a", add_special_tokens=False).input_ids[-1:]
+        return last, self._decode(last)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
 
     def raw(self, token_id: int) -> bytes | None:
         """Its bytes; None where they cannot be told: part of a character, from a tokenizer that does not show its bytes.
@@ -48,8 +59,8 @@ class TokenTexts:
         Args:
             token_id: The token.
         """
-        text = self._decode(token_id)
-        if _BROKEN not in text:
+        text = self.text(token_id)
+        if BROKEN not in text:
             return text.encode()
         piece: str = self._tokenizer.convert_ids_to_tokens(token_id)
         if (found := _BYTE_PIECE.fullmatch(piece)) is not None:
@@ -64,8 +75,8 @@ class TokenTexts:
         Args:
             token_id: The token.
         """
-        text = self._decode(token_id)
-        if _BROKEN not in text:
+        text = self.text(token_id)
+        if BROKEN not in text:
             return text
         raw = self.raw(token_id)
         return text if raw is None else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
