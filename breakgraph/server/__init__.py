@@ -1,8 +1,8 @@
 """An HTTP server that speaks OpenAI's completions and chat completions, over the engine of `breakgraph.serving`.
 
-The path of a request: `bodies` reads it, `protocol` checks it, `prompting` makes tokens and sampling parameters of it, `service`
-hands it to the engine's thread, `answers` makes text of what comes back, and `forms` gives it OpenAI's form, whole or as chunks
-of an `event_stream`. `app` puts the routes together, `run` serves them until a signal comes.
+The path of a request: `bodies` reads it, `protocol` checks it, `prompting` makes tokens (in the thread of `tokenizing`) and
+sampling parameters of it, `service` hands it to the engine's thread, `answers` makes text of what comes back, and `forms` gives
+it OpenAI's form, whole or as chunks of an `event_stream`. `app` puts the routes together, `run` serves them until a signal comes.
 """
 
 from breakgraph.server.app import create_app
