@@ -176,11 +176,11 @@ def test_the_table_of_families_as_json() -> None:
 
 def test_the_table_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """On a terminal there are a head, the note and whole reasons; brackets in a reason are no markup."""
-    from breakgraph.cli import _print_table
+    from breakgraph.cli.serving import print_table
 
     monkeypatch.setenv("COLUMNS", "100")
     odd = Family("odd", "refused", "[/bold] ['a', 'b'] and " + "long" * 40)
-    _print_table(Families("1.2.3", (Family("llama", "own decoder"), odd)))
+    print_table(Families("1.2.3", (Family("llama", "own decoder"), odd)))
     shown = capsys.readouterr().out
     for part in ("type", "how", "reason", "own decoder", "[/bold] ['a', 'b']", "transformers 1.2.3"):
         assert part in shown

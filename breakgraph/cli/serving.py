@@ -1,71 +1,27 @@
-"""The command line: arguments only. Parse them, make a configuration of them, call the serving loop.
-
-Everything heavy is imported when a command runs, so that ``--help`` answers at once.
-"""
+"""`breakgraph generate`, `breakgraph serve` and `breakgraph models`."""
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import io
 import json
-import os
-import re
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from breakgraph.errors import BreakgraphError, ConfigError
+from breakgraph.cli.application import Device, app
+from breakgraph.cli.output import exit_status, progress_bars, raise_on_interrupt, say, stdout_errors, write
+from breakgraph.errors import ConfigError
 from breakgraph.models.via import Via
 
 if TYPE_CHECKING:
     from breakgraph.models.families import Families
-    from breakgraph.serving.llm import LLM, Progress
+    from breakgraph.serving.llm import LLM
     from breakgraph.serving.one_prompt import OnePrompt
 
-__all__ = ["app", "main"]
-
-EXIT_FAILED = 1
-EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 130  # what a shell reports for a program that SIGINT ended
-
-app = typer.Typer(
-    name="breakgraph",
-    help="Breakable CUDA graphs for LLM inference.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-
-
-class Device(enum.StrEnum):
-    """Where to run."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"breakgraph {metadata.version('breakgraph')}")
-        raise typer.Exit
-
-
-@app.callback()
-def _commands(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_version)
-    ] = False,
-) -> None:
-    """Breakable CUDA graphs for LLM inference."""
+__all__ = ["generate", "models", "serve"]
 
 
 @app.command()
@@ -103,11 +59,11 @@ def generate(
     ] = None,
 ) -> None:
     """Answer a prompt; the text goes to stdout as it is made, one line about the run to stderr."""
-    with _exit_status():
+    with exit_status():
         from breakgraph.serving.config import Graphs
         from breakgraph.serving.one_prompt import Choices, OnePrompt
 
-        _raise_on_interrupt()
+        raise_on_interrupt()
         job = OnePrompt(
             prompt,
             model=model,
@@ -169,8 +125,8 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's completions and chat completions."""
-    with _exit_status():
-        _raise_on_interrupt()
+    with exit_status():
+        raise_on_interrupt()
         try:
             from breakgraph.server.job import ServeJob
             from breakgraph.server.limits import Limits
@@ -203,7 +159,7 @@ def serve(
                 "graphs": "off" if eager else None,
             },
         )
-        job.run(bars=_progress_bars, started=_show_start, say=_say)
+        job.run(bars=progress_bars, started=_show_start, say=say)
 
 
 def _missing_extra(error: ModuleNotFoundError) -> Exception:
@@ -222,7 +178,7 @@ def _show_start(llm: LLM) -> None:
     from breakgraph.server.start_table import start_lines, start_table
 
     for line in start_lines(llm):
-        _say(line)
+        say(line)
     with contextlib.suppress(OSError):
         Console(stderr=True).print(start_table(llm.engine))
 
@@ -232,20 +188,20 @@ def models(
     *, as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the table.")] = False
 ) -> None:
     """List the model types and how each is served; one line of type, how and reason, with tabs, where stdout is no terminal."""
-    with _exit_status():
+    with exit_status():
         from breakgraph.models.families import families
 
         known = families()
         if as_json:
-            _write(json.dumps(known.as_dict(), indent=1) + "\n")
+            write(json.dumps(known.as_dict(), indent=1) + "\n")
         elif sys.stdout.isatty():
-            _print_table(known)
+            print_table(known)
         else:
-            _write("".join(f"{one.model_type}\t{one.served}\t{one.reason}\n" for one in known.families))
-            _say(known.note)
+            write("".join(f"{one.model_type}\t{one.served}\t{one.reason}\n" for one in known.families))
+            say(known.note)
 
 
-def _print_table(known: Families) -> None:
+def print_table(known: Families) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Column, Table
@@ -254,145 +210,29 @@ def _print_table(known: Families) -> None:
     table = Table("type", "how", Column("reason", overflow="fold"), box=box.SIMPLE_HEAD, caption=known.note)
     for one in known.families:
         table.add_row(*map(Text, (one.model_type, one.served, one.reason)))  # brackets in them are no markup
-    with _stdout_errors():
+    with stdout_errors():
         Console().print(table)
-
-
-def main() -> None:
-    """Entry point of the ``breakgraph`` command."""
-    if sys.stdout is None:  # Python's way to say that it was closed
-        _say("breakgraph: stdout is closed.\nThe answer would be lost.\nLeave it open, or redirect it to a file.")
-        sys.exit(EXIT_FAILED)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _end_at_once)
-    with _stdout_errors():
-        app()
-
-
-def _end_at_once(*_: object) -> None:
-    """Ends the process while modules are imported: an exception there may be caught, or come out as another one."""
-    with contextlib.suppress(OSError):
-        os.write(2, b"interrupted\n")
-    os._exit(EXIT_INTERRUPTED)
-
-
-def _raise_on_interrupt() -> None:
-    if signal.getsignal(signal.SIGINT) is _end_at_once:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _run(job: OnePrompt, *, stats: bool) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows "?" for it
-    with _progress_bars() as progress:
+    with progress_bars() as progress:
         job.progress = progress
         pieces = job.start()
     reason = None
     try:
         for piece in pieces:
-            _write(piece.text)
+            write(piece.text)
             reason = piece.finish_reason
     finally:
         # An interrupted answer keeps its text; the shell's prompt belongs on a line of its own.
-        _write("\n")
+        write("\n")
     if job.llm is not None:
         statistics = job.llm.statistics
-        _say(statistics.summary())
+        say(statistics.summary())
         if reason is not None and (cut := job.cut_off(reason, tokens=statistics.generated_tokens)) is not None:
-            _say(f"breakgraph: {cut}")
+            say(f"breakgraph: {cut}")
         if stats:
             ended = None if reason is None else reason.value
-            _write(json.dumps({**statistics.as_dict(), "finish_reason": ended}) + "\n")
-
-
-def _write(text: str) -> None:
-    """Writes to stdout at once."""
-    with _stdout_errors():
-        sys.stdout.write(text)
-        sys.stdout.flush()
-
-
-def _say(text: str) -> None:
-    """Writes a line to stderr; where nobody can read it, an answer is still an answer."""
-    try:
-        typer.echo(text, err=True)
-    except OSError:
-        _discard(sys.stderr)
-
-
-@contextmanager
-def _stdout_errors() -> Iterator[None]:
-    """Ends the program where stdout cannot be written, which is no fault of the input."""
-    try:
-        yield
-    except BrokenPipeError:  # the reader has left, as `head` does
-        _discard(sys.stdout)
-        raise SystemExit(EXIT_FAILED) from None
-    except OSError as error:
-        _discard(sys.stdout)
-        _say(
-            f"breakgraph: stdout cannot be written: {error.strerror or error}.\nThe answer goes there and nowhere else.\n"
-            "Free space, or redirect it to another place."
-        )
-        raise SystemExit(EXIT_FAILED) from None
-
-
-def _discard(stream: TextIO) -> None:
-    """Sends what a stream still holds nowhere: Python would complain once more when it flushes at exit."""
-    with contextlib.suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-@contextmanager
-def _progress_bars() -> Iterator[Progress]:
-    """One bar per stage on stderr, gone when all is ready; none where stderr is no terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def report(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total)
-            bars.update(tasks[stage], completed=done, total=total)
-
-        yield report
-
-
-@contextmanager
-def _exit_status() -> Iterator[None]:
-    """Turns what can go wrong into a message on stderr and an exit status, without a traceback."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        _say("interrupted")
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-    except BreakgraphError as error:
-        _say(f"breakgraph: {_in_options(error)}")
-        raise typer.Exit(EXIT_BAD_INPUT if isinstance(error, ConfigError) else EXIT_FAILED) from None
-    except OSError as error:  # of a file that was named; those of stdout end the program where they happen
-        _say(f"breakgraph: {error}")
-        raise typer.Exit(EXIT_BAD_INPUT) from None
-
-
-_OPTIONS = {  # what the command line calls an option of the engine or the server
-    "max_seq_len": "--max-model-len",
-    "max_batch_size": "--max-num-seqs",
-    "max_num_tokens": "--max-num-batched-tokens",
-    **{name: "--" + name.replace("_", "-") for name in ("memory_fraction", "num_blocks", "sampling", "max_queue")},
-    "max_body_bytes": "--max-body-mb",
-    "request_seconds": "--request-timeout",
-    "drain_seconds": "--drain-timeout",
-}
-
-
-def _in_options(error: BreakgraphError) -> str:
-    """An error's text with an option called what the command line calls it."""
-    found = re.match(r"(?:SamplingParams\.)?(\w+)(?= is )", error.what)
-    if found is None or (found[0] == found[1] and found[1] not in _OPTIONS):
-        return str(error)
-    option = _OPTIONS.get(found[1], "--" + found[1].replace("_", "-"))
-    return "\n".join((error.what.replace(found[0], option, 1), error.why, error.fix.replace(found[1], option)))
+            write(json.dumps({**statistics.as_dict(), "finish_reason": ended}) + "\n")
