@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from breakgraph.backends import Segment
 from breakgraph.errors import CaptureIllegalError, LiveDataError, NoGraphError
+from breakgraph.explanation import Explanation, StepTime
 from breakgraph.graph_pool import GraphPool
 from breakgraph.recorder import Recorder
 from breakgraph.replay_context import (
@@ -23,6 +25,8 @@ from breakgraph.replay_context import (
     install,
 )
 from breakgraph.replay_program import BreakCall, Modes, Step, StepKind
+from breakgraph.step_explainer import explained
+from breakgraph.step_observer import StepObserver
 from breakgraph.structure import storage_address
 
 __all__ = ["BreakableCUDAGraph", "GraphStats"]
@@ -100,9 +104,12 @@ class Program:
             has_breaks=any(step.call is not None for step in ordered),
         )
 
-    def bind(self, stream: int) -> None:
-        """Bind all launches to a stream."""
-        self.runs = tuple(step.bind() for step in self.steps)
+    def bind(self, stream: int, observers: tuple[StepObserver, ...]) -> None:
+        """Bind all launches to a stream, each wrapped by the observers."""
+        runs = [step.bind() for step in self.steps]
+        for observer in reversed(observers):
+            runs = [observer.wrap(step, index=i, run=runs[i]) for i, step in enumerate(self.steps)]
+        self.runs = tuple(runs)
         self.bound_to = stream
 
     def run(self) -> None:
@@ -125,6 +132,7 @@ class BreakableCUDAGraph:
         self._pool: GraphPool | None = None
         self._program: Program | None = None
         self._replays = 0
+        self._observers: tuple[StepObserver, ...] = ()
 
     @property
     def sealed(self) -> bool:
@@ -226,7 +234,7 @@ class BreakableCUDAGraph:
             if before is not None:
                 before()
             if program.bound_to != pool.backend.replay_stream:
-                program.bind(pool.backend.replay_stream)
+                program.bind(pool.backend.replay_stream, self._observers)
             modes = program.modes
             if not program.has_breaks or modes.in_force():  # launches run no Python that could ask for a mode
                 program.run()
@@ -289,31 +297,52 @@ class BreakableCUDAGraph:
             live_bytes=0 if self._pool is None else sum(end - at for at, end in self._pool.backend.live_blocks()),
         )
 
-    def explain(self, *, small: int = 4) -> str:
-        """A table of the steps: kind, name, live data, copy-back, streams, and the line where the capture met each.
+    def explain(self, *, small: int = 4, times: Mapping[int, StepTime] | None = None) -> Explanation:
+        """Its steps: kind, name, the line where the capture met each, kernels, bytes, streams, why segments end, and advice.
+
+        `print()` shows a table; `breakgraph.tools.explain` measures times besides, and makes pages and traces of it.
 
         Args:
             small: Segments with fewer kernels are marked: a launch of their own costs more than it saves.
+            times: Measured times by place of the step.
+
+        Cost: on CUDA some microseconds for each kernel, whose names the driver is asked for.
         """
-        if self._program is None:
-            return f"{self.name}: nothing captured"
-        stats, padded = self.stats(), self._program.frame.context.padded_rows
-        lines = [
-            f"{self.name}: {stats.segments} segments, {stats.breaks} breaks, live data "
-            f"{sorted(self._program.live_names) or 'none'}, padded rows {padded}, {stats.bridge_bytes} bridge bytes"
-        ]
-        bound = {name for call in self.breaks for name in call.spec.live.values()}
-        if unbound := sorted(self._program.live_names - bound):
-            lines.append(f"  live data {unbound} is bound by no break: only breaks that ask current_replay() see it")
-        for index, step in enumerate(self._program.steps):
-            detail = "" if step.call is None else _describe_call(step.call)
-            if step.segment is not None and 0 < step.segment.size < small:
-                detail = " [small]"
-            lines.append(f"  {index:3d}  {step.kind.value:13s}  {step.name}{detail}  ({step.line})")
-            lines.extend(f"       {'':13s}  {note}" for note in (() if step.segment is None else step.segment.notes))
-        if stats.live_bytes:
-            lines.append(f"  {stats.live_bytes} bytes of the pool are held by tensors: results, or what a model keeps")
-        return "\n".join(lines)
+        if self._program is None or self._pool is None:
+            return Explanation(self.name)
+        return explained(
+            self.name,
+            self._program.steps,
+            backend=self._pool.backend,
+            live_names=tuple(sorted(self._program.live_names)),
+            padded_rows=self._program.frame.context.padded_rows,
+            totals=attrs.asdict(self.stats()),
+            times=times or {},
+            small=small,
+        )
+
+    @contextmanager
+    def observed(self, *observers: StepObserver) -> Iterator[None]:
+        """Let observers wrap the run of each step of the replays inside a `with` block.
+
+        Args:
+            observers: The first is the outermost. Those that were there before stay, outside of these.
+
+        Yields:
+            Nothing.
+        """
+        before = self._observers
+        self._observers = (*before, *observers)
+        self._rebind()
+        try:
+            yield
+        finally:
+            self._observers = before
+            self._rebind()
+
+    def _rebind(self) -> None:
+        if self._program is not None:
+            self._program.bound_to = None
 
     def publish(self, program: Program, *, pool: GraphPool) -> None:
         """Take a sealed program; called by the capture."""
@@ -323,9 +352,3 @@ class BreakableCUDAGraph:
 
     def __repr__(self) -> str:
         return f"BreakableCUDAGraph({self.name}, {len(self.segments)} segments, {len(self.breaks)} breaks)"
-
-
-def _describe_call(call: BreakCall) -> str:
-    leaves = ", ".join(f"{leaf.path or 'return'}: {leaf.kind.value}" for leaf in call.contract.leaves)
-    parts = [f"live {sorted(call.spec.live.values())}" if call.spec.live else "", leaves]
-    return " [" + "; ".join(part for part in parts if part) + "]"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -19,8 +19,7 @@ from breakgraph.padding_limit import Times, median_seconds
 from breakgraph.replay_context import eager_step
 from breakgraph.staging import InputStage, Staged
 from breakgraph.static_buffers import Extent
-from breakgraph.statistics import KeyReport
-from breakgraph.verification import Compared, StateKeeper, Tolerance, Verdict, judge, own, same_snapshot, snapshot
+from breakgraph.verification import StateKeeper, Tolerance, own, snapshot
 from breakgraph.work import CapturedKey, Example, Target, Work, signatures
 
 __all__ = ["GraphBuilder"]
@@ -58,7 +57,7 @@ class GraphBuilder(Generic[K]):
         self.stage = InputStage(inputs)
         self._extent = extent
         self._outputs = OutputArena(inputs.device)
-        self._keeper = StateKeeper(self.declared_state, generators=work.generators, device=inputs.device)
+        self.keeper = StateKeeper(self.declared_state, generators=work.generators, device=inputs.device)
         self.kept: str | None = None
         backend = "cuda" if inputs.device.type == "cuda" else "emulated"
         self.pool = GraphPool(backend=backend, device=inputs.device)
@@ -79,7 +78,7 @@ class GraphBuilder(Generic[K]):
 
     def generators_kept(self) -> AbstractContextManager[None]:
         """Put the default and the declared random generators back at the end of a `with` block."""
-        return self._keeper.generators_kept()
+        return self.keeper.generators_kept()
 
     def warm_up(self, target: Target[K], *, other: K | None = None) -> None:
         """Run a key eagerly and note what it returns; state and generators are put back.
@@ -88,10 +87,10 @@ class GraphBuilder(Generic[K]):
             target: The key.
             other: A key with another number of tokens, where only that tells rows of tokens from rows of requests.
         """
-        with self.pool.on_capture_stream(), torch.no_grad(), self._keeper.preserved():
-            example, real = self._example(target.key)
+        with self.pool.on_capture_stream(), torch.no_grad(), self.keeper.preserved():
+            example, real = self.example(target.key)
             self._load(target, example)
-            result = self._eager(target, example.live, real=real)
+            result = self.eager(target, example.live, real=real)
             second = None if other is None else self._at_other_size(target, other)
             self._outputs.measure(target.key, result, extent=target.extent, where=target.where, other=second)
 
@@ -108,14 +107,14 @@ class GraphBuilder(Generic[K]):
         graph = BreakableCUDAGraph(name=target.where)
         before = set(self.pool.backend.live_blocks())
         with torch.no_grad():
-            example, _ = self._example(target.key)
+            example, _ = self.example(target.key)
             self._load(target, example)
             seen = (snapshot(example.inputs, most_bytes=target.layout.nbytes), snapshot(example.live))
             capture = BreakableCUDAGraphCapture(
                 graph,
                 pool=self.pool,
                 live=example.live,
-                state=self._keeper.state,
+                state=self.keeper.state,
                 generators=self.work.generators,
                 padded_rows=target.extent.tokens,
                 expect_breaks=self.work.expect_breaks,
@@ -140,79 +139,6 @@ class GraphBuilder(Generic[K]):
             fix="Make it before the capture (in __init__, or on the first eager call for every size), or in a break.",
         )
 
-    def verify(self, captured: CapturedKey[K], *, smaller: K | None, report: KeyReport) -> str | None:
-        """Prove a graph with a second full example and with a padded step; state and generators are put back.
-
-        The padded step comes first: where it reads padding rows that a break left unwritten, its replay finds poison. It follows
-        on its twin at once, since state that is not declared, such as a large cache, is not put back.
-
-        Args:
-            captured: The graph.
-            smaller: A key of fewer rows that this graph serves; None where it is never padded.
-            report: Where what was found is noted.
-
-        Returns:
-            What is wrong; None when the graph is proven.
-        """
-        target = captured.target
-        example, real = self._example(target.key)
-        with self.pool.on_capture_stream(), torch.no_grad():
-            part, skipped = self._smaller_example(target, smaller)
-            padded = None
-            if part is not None and (other := self._other_plan(captured, part[0])) is not None:
-                part, skipped = None, f"a step of example({smaller}) would be eager: {other}"
-            if self._anyone(part is None):
-                part, skipped = None, skipped or "another rank could not make this step"
-            if (other := self._other_plan(captured, example)) is not None:
-                return f"example({target.key}) gives live data of another replay signature than at capture: {other}"
-            if part is not None:
-                padded, skipped = self._judge_padded(captured, *part)
-            verdict = self._judge(
-                partial(self._replay, captured, example, real), partial(self._twin, captured, example, real)
-            )
-        mismatch = padded if verdict.mismatch is None else verdict.mismatch
-        inputs, frozen = captured.seen or ({}, {})
-        report.fresh_inputs = not same_snapshot(inputs, snapshot(example.inputs, most_bytes=0))
-        report.fresh_live = not same_snapshot(frozen, snapshot(example.live, most_bytes=0)) if example.live else None
-        report.tolerated = verdict.tolerated
-        report.padded_rows, report.padded_skipped = None if part is None or skipped else part[1].tokens, skipped
-        for what, fresh in (("inputs", report.fresh_inputs), ("live data", report.fresh_live)):
-            if fresh is False:
-                _LOG.info("%s was verified with the %s of its capture: example(key) repeats them", target.where, what)
-        return mismatch
-
-    def run_proven(
-        self, captured: CapturedKey[K], *, live: Mapping[str, Any], real: Extent, staged: Staged
-    ) -> tuple[Any, str | None]:
-        """Compare the replay of a step with its eager twin, then run the one that may be trusted.
-
-        Args:
-            captured: The graph.
-            live: Live data of the step.
-            real: Real sizes of the step.
-            staged: Its inputs.
-
-        Returns:
-            The result's real rows, and what differs: then the result is eager's.
-
-        Raises:
-            ConcurrentReplayError: The pool is in use; nothing was changed.
-        """
-
-        def replay() -> Any:
-            return self.replay(captured, live=live, real=real, staged=staged)
-
-        def eager() -> Any:
-            with self.pool.used_by(f"the proof of a step of {captured.target.where}"):
-                self.commit(captured.target, live, staged)
-                return captured.outputs.cut(self._eager(captured.target, live, real=real), real)
-
-        with torch.no_grad():
-            with self.pool.used_by(f"the proof of a step of {captured.target.where}"):
-                pass  # refused here, before the state of a step that is running is saved and put back
-            verdict = self._judge(replay, eager)
-            return (replay() if verdict.mismatch is None else eager()), verdict.mismatch
-
     def replay(self, captured: CapturedKey[K], *, live: Mapping[str, Any], real: Extent, staged: Staged) -> Any:
         """Replay a graph on a staged step.
 
@@ -230,6 +156,20 @@ class GraphBuilder(Generic[K]):
             captured.graph.replay(live, valid_rows=real.tokens, before=before)
         return captured.outputs.narrow(real)
 
+    @contextmanager
+    def rehearsal(self, captured: CapturedKey[K]) -> Iterator[Callable[[], Any]]:
+        """Replays that count for nothing: declared state and generators are put back at the end.
+
+        Args:
+            captured: The graph.
+
+        Yields:
+            A function that replays it with one example of its key, planning and staging included.
+        """
+        example, real = self.example(captured.target.key)
+        with self.pool.on_capture_stream(), torch.no_grad(), self.keeper.preserved():
+            yield partial(self.replay_example, captured, example, real)
+
     def times(self, captured: CapturedKey[K], *, runs: int = 3) -> Times:
         """Measure an eager step and a replay, of all rows of a key, each with its planning; state is put back.
 
@@ -241,11 +181,11 @@ class GraphBuilder(Generic[K]):
             Both times.
         """
         key = captured.target.key
-        example, real = self._example(key)
+        example, real = self.example(key)
         eager, idle = partial(self._unpadded, key, example, real), self.pool.backend.synchronize
         # On the capture stream, where the pool launched last: that is the one `synchronize` waits for.
-        with self.pool.on_capture_stream(), torch.no_grad(), self._keeper.preserved():
-            replay = median_seconds(partial(self._replay, captured, example, real), idle=idle, runs=runs)
+        with self.pool.on_capture_stream(), torch.no_grad(), self.keeper.preserved():
+            replay = median_seconds(partial(self.replay_example, captured, example, real), idle=idle, runs=runs)
             return Times(eager=median_seconds(eager, idle=idle, runs=runs), replay=replay)
 
     def run_staged(self, captured: CapturedKey[K], *, live: Mapping[str, Any], real: Extent, staged: Staged) -> Any:
@@ -262,7 +202,7 @@ class GraphBuilder(Generic[K]):
         """
         with torch.no_grad(), self.pool.used_by(f"an eager step of {captured.target.where}"):
             self.commit(captured.target, live, staged)
-            return own(captured.outputs.cut(self._eager(captured.target, live, real=real, around=False), real))
+            return own(captured.outputs.cut(self.eager(captured.target, live, real=real, around=False), real))
 
     def run_unpadded(self, inputs: Mapping[str, torch.Tensor], live: Mapping[str, Any], *, extent: Extent) -> Any:
         """Run a step eagerly on its own tensors, without padding.
@@ -301,15 +241,7 @@ class GraphBuilder(Generic[K]):
         for hook in self.work.hooks:
             hook(target.key, live)
 
-    def _judge(self, replay: Callable[[], Any], eager: Callable[[], Any], compared: Compared = Compared.ALL) -> Verdict:
-        tolerance, anyone = self.tolerance, self._anyone
-        return judge(self._keeper, replay=replay, eager=eager, tolerance=tolerance, compared=compared, anyone=anyone)
-
-    def _anyone(self, flag: bool) -> bool:
-        """Whether a flag is set on any rank; alone, this one's."""
-        return flag if self.work.together is None else self.work.together.anyone(flag)
-
-    def _example(self, key: K) -> tuple[Example, Extent]:
+    def example(self, key: K) -> tuple[Example, Extent]:
         """A new example and its real sizes, checked."""
         example = self.work.example(key)
         if not isinstance(example, Example):
@@ -326,23 +258,10 @@ class GraphBuilder(Generic[K]):
             raise
         return example, real
 
-    def _smaller_example(self, target: Target[K], key: K | None) -> tuple[tuple[Example, Extent] | None, str]:
-        if key is None:
-            return None, "its graph is never padded"
-        try:
-            return self._example(key), ""
-        except Exception as error:
-            _LOG.info("%s was verified without padding: example(%s) failed: %s", target.where, key, error)
-            return None, f"example({key}) raised {type(error).__name__}: {error}"
-
-    def _other_plan(self, captured: CapturedKey[K], example: Example) -> str | None:
-        self.plan(captured.target.key, example.live, padded_rows=captured.target.extent.tokens)
-        return captured.other_plan(example.live)
-
     def _at_other_size(self, target: Target[K], key: K) -> tuple[Any, Extent] | None:
         """What forward returns for another number of tokens."""
         try:
-            example, real = self._example(key)
+            example, real = self.example(key)
             return self._unpadded(key, example, real), real
         except Exception as error:
             if not self.inputs.has_requests:
@@ -359,41 +278,44 @@ class GraphBuilder(Generic[K]):
         with self.work.swapped_in(key, example.live):  # the model's own cache is not for examples
             return self.run_unpadded(self.inputs.ready(example.inputs, real), example.live, extent=real)
 
-    def _judge_padded(self, captured: CapturedKey[K], example: Example, real: Extent) -> tuple[str | None, str]:
-        """What is wrong with the real rows of a padded step, and why that cannot be said."""
-        where = f"with {real.tokens} of {captured.target.extent.tokens} rows"
-        self.pool.backend.poison_unwritten()
-        replay, eager = (partial(run, captured, example, real) for run in (self._replay, self._twin))
-        try:
-            verdict = self._judge(replay, eager, compared=Compared.RESULT)
-        except Exception as error:
-            try:
-                self._keeper.outcome(eager, compared=Compared.RESULT)
-            except Exception as same:  # no matter of the graph, then
-                return None, f"eager {where} raised {type(same).__name__}: {same}"
-            return f"{where}, the replay raised {type(error).__name__} and eager did not: {error}", ""
-        if verdict.mismatch is None:
-            return None, ""
-        return f"{where}: {verdict.mismatch}; does a segment read rows that a break leaves unwritten (writes=)?", ""
-
     def _load(self, target: Target[K], example: Example) -> None:
         """Plan an example and copy it into the static buffers."""
         self.plan(target.key, example.live, padded_rows=target.extent.tokens)
         self.stage.commit(self.stage.stage(example.inputs, target.layout))
 
-    def _replay(self, captured: CapturedKey[K], example: Example, real: Extent) -> Any:
+    def replay_example(self, captured: CapturedKey[K], example: Example, real: Extent) -> Any:
+        """Plan, stage and replay an example.
+
+        Args:
+            captured: The graph.
+            example: Of its key, or of a smaller one.
+            real: Its sizes.
+
+        Returns:
+            The result's real rows: views of the arena.
+        """
         target = captured.target
         self.plan(target.key, example.live, padded_rows=target.extent.tokens)
         staged = self.stage.stage(example.inputs, target.layout)
         return self.replay(captured, live=example.live, real=real, staged=staged)
 
-    def _twin(self, captured: CapturedKey[K], example: Example, real: Extent) -> Any:
+    def twin(self, captured: CapturedKey[K], example: Example, real: Extent) -> Any:
+        """Plan and stage an example and run it eagerly, over the same static buffers and at the padded shape.
+
+        Args:
+            captured: The graph.
+            example: Of its key, or of a smaller one.
+            real: Its sizes.
+
+        Returns:
+            The result's real rows.
+        """
         target = captured.target
         self.plan(target.key, example.live, padded_rows=target.extent.tokens)
         self.commit(target, example.live, self.stage.stage(example.inputs, target.layout))
-        return captured.outputs.cut(self._eager(target, example.live, real=real), real)
+        return captured.outputs.cut(self.eager(target, example.live, real=real), real)
 
-    def _eager(self, target: Target[K], live: Mapping[str, Any], *, real: Extent, around: bool = True) -> Any:
+    def eager(self, target: Target[K], live: Mapping[str, Any], *, real: Extent, around: bool = True) -> Any:
         """The eager twin: static buffers, padded shapes, marked functions as in a replay."""
         swapped = self.work.swapped_in(target.key, live) if around else nullcontext()
         with swapped, eager_step(live, valid_rows=real.tokens, padded_rows=target.extent.tokens):

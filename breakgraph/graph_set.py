@@ -12,6 +12,7 @@ from breakgraph.addresses import AddressWatch, plain_tensors
 from breakgraph.capture_window import KeyWork, two_passes
 from breakgraph.errors import CaptureError
 from breakgraph.graph_builder import GraphBuilder
+from breakgraph.graph_proof import GraphProof
 from breakgraph.padding_limit import Times
 from breakgraph.policy import Policy, Verify
 from breakgraph.rank_votes import digest
@@ -262,7 +263,7 @@ class GraphSet(Generic[K]):
     def _prove(self, captured: CapturedKey[K]) -> None:
         key, rules = captured.target.key, self._rules
         smaller = next((other for other in rules.smaller(key) if rules.serves(key, other)), None)
-        mismatch = self.builder.verify(captured, smaller=smaller, report=self._report(key))
+        mismatch = GraphProof(self.builder).verify(captured, smaller=smaller, report=self._report(key))
         if mismatch is not None:
             raise CaptureError(
                 f"{captured.target.where}: {mismatch}.",

@@ -99,7 +99,7 @@ class Recorder(Frame):
                 why="The steps after it were not recorded, so a replay would skip them.",
                 fix="Let exceptions of marked functions reach the end of the capture.",
             )
-        self._end_segment()
+        self._end_segment("the capture ends")
         self._refuse_reshaped()
         self._move(State.SEALED)
         self._held.clear()
@@ -127,22 +127,30 @@ class Recorder(Frame):
             raise InternalError(f"{self._graph_name}: a capture went from {self.state.value} to {to.value}.")
         self.state = to
 
-    def _end_segment(self) -> None:
+    def _end_segment(self, why: str) -> None:
         segment = self._pool.backend.end()
         if segment is not None:
-            step = Step(
-                StepKind.SEGMENT, segment.describe(), line=self._segment_line, bind=segment.bound, segment=segment
+            self.steps.append(
+                Step(
+                    StepKind.SEGMENT,
+                    segment.describe(),
+                    line=self._segment_line,
+                    bind=segment.bound,
+                    order=len(self.steps),
+                    why=why,
+                    segment=segment,
+                )
             )
-            self.steps.append(step)
 
     # What the model's code reaches.
 
     def on_split(self) -> None:
         """`break_graph()`: end the segment here and begin another."""
         if self.state is State.SEGMENT:
-            self._end_segment()
+            line = user_line()
+            self._end_segment(f"break_graph() at {line}")
             self._move(State.BREAK)
-            self.begin_segment()
+            self.begin_segment(line=line)
 
     def on_marked_call(self, call: MarkedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A marked function: end the segment, run the function for real, freeze what it takes and returns."""
@@ -157,7 +165,7 @@ class Recorder(Frame):
                 fix="Let the exception of the marked function reach the end of the capture.",
             )
         line = user_line()
-        self._end_segment()
+        self._end_segment(f"{'hoisted ' * call.hoist}break '{call.name}' is called")
         self._move(State.BREAK)
         where = f"break '{call.name}' (step {len(self.steps)} of {self._graph_name})"
         try:
@@ -231,7 +239,8 @@ class Recorder(Frame):
             made = [leaf for _, leaf in flatten(model_value)[0] if isinstance(leaf, torch.Tensor)]
             self._hoisted.extend((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in made)
         kind = StepKind.HOISTED if spec.hoist else StepKind.BREAK
-        self.steps.append(Step(kind, spec.name, line=line, bind=break_call.bound_run, call=break_call))
+        bind, order = break_call.bound_run, len(self.steps)
+        self.steps.append(Step(kind, spec.name, line=line, bind=bind, order=order, call=break_call))
         return model_value
 
     def _bind_live(self, spec: BreakSpec, bound: BoundCall, *, where: str) -> None:

@@ -170,19 +170,28 @@ class BreakCall:
         with self.modes.entered():
             self._run()
 
+    def arguments(self) -> BoundCall:
+        """What the function receives in the step that is running: its live data, views of its real rows."""
+        return self._of_this_step(self._valid())
+
+    def _valid(self) -> int | None:
+        valid = self.context.valid_rows
+        return None if valid is not None and (self.rows is None or valid >= self.rows) else valid
+
+    def _of_this_step(self, valid: int | None) -> BoundCall:
+        bound = self.bound.copy()
+        for parameter, name in self.spec.live.items():
+            bound[parameter] = live_value(self.context.live, name, where=self.where)
+        if valid is not None:
+            for parameter, view in zip(self._row_names, self._views.heads(valid), strict=True):
+                bound[parameter] = view
+        return bound
+
     def _run(self) -> None:
-        context = self.context
-        valid = context.valid_rows
-        if valid is not None and (self.rows is None or valid >= self.rows):
-            valid = None
+        valid = self._valid()
         bound = self.bound
         if self.spec.live or valid is not None:
-            bound = bound.copy()
-            for parameter, name in self.spec.live.items():
-                bound[parameter] = live_value(context.live, name, where=self.where)
-            if valid is not None:
-                for parameter, view in zip(self._row_names, self._views.heads(valid), strict=True):
-                    bound[parameter] = view
+            bound = self._of_this_step(valid)
         try:
             result = self.spec.function(*bound.args, **bound.kwargs)
         except BaseException as error:
@@ -212,6 +221,8 @@ class Step:
         name: Name of the break, or what the segment holds.
         line: Where the capture met it.
         bind: Makes the bound launch or bound call.
+        order: Its place in the capture; at a replay hoisted breaks come first.
+        why: Of a segment, why it ends where it does.
         segment: The segment, for a segment step.
         call: The break call, for a break step.
     """
@@ -220,5 +231,7 @@ class Step:
     name: str
     line: str
     bind: Callable[[], Callable[[], Any]]
+    order: int = 0
+    why: str = ""
     segment: Segment | None = None
     call: BreakCall | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import logging
 import threading
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
 
@@ -21,6 +21,7 @@ from breakgraph.capture_window import CaptureWindow
 from breakgraph.errors import ConcurrentReplayError, ConfigError
 from breakgraph.gates import Gates, Refusal
 from breakgraph.graph_builder import GraphBuilder
+from breakgraph.graph_proof import GraphProof
 from breakgraph.graph_set import GraphSet, KeyRules
 from breakgraph.input_set import InputSet
 from breakgraph.policy import CheckAddresses, Fallback, Policy, Verify
@@ -207,6 +208,28 @@ class GraphRunner(abc.ABC, Generic[K]):
         """The pool that all graphs of this runner share; another one after `clear()`."""
         return self._graphs.builder.pool
 
+    def rehearsal(self, key: K) -> AbstractContextManager[Callable[[], Any]]:
+        """Replay a published graph for a look at it; declared state and random generators are put back at the end.
+
+        Args:
+            key: Its key, one of `graphs`.
+
+        Returns:
+            A context manager whose value is a function without arguments: it replays the graph with one example of the key.
+
+        Raises:
+            ConfigError: There is no such graph.
+        """
+        captured = self._graphs.captured.get(key)
+        if captured is None:
+            why_not = self.dropped.get(key)
+            raise ConfigError(
+                f"there is no graph of {key}; expected one of {list(self._graphs.captured)}.",
+                why=f"It was dropped: {why_not}" if why_not else "Only what was captured can be replayed.",
+                fix="Capture it, or ask for another key.",
+            )
+        return self._graphs.builder.rehearsal(captured)
+
     def suspend(self, reason: Reason = Reason.DISABLED) -> AbstractContextManager[None]:
         """Run every step that is launched inside a `with` block eagerly, also one prepared for a graph before.
 
@@ -330,7 +353,7 @@ class GraphRunner(abc.ABC, Generic[K]):
             return self._count_eager(output, refusal=refusal, rows=real.tokens)
         self._check_addresses(captured, live)
         if self._policy.verify is Verify.ALWAYS:
-            output, mismatch = builder.run_proven(captured, live=live, real=real, staged=staged)
+            output, mismatch = GraphProof(builder).run_proven(captured, live=live, real=real, staged=staged)
             if mismatch is not None:
                 return self._drop(captured, output=own(output), mismatch=mismatch, rows=real.tokens)
         else:

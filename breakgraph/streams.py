@@ -29,7 +29,7 @@ from breakgraph.call_site import user_line
 from breakgraph.errors import StreamJoinError
 from breakgraph.stream_hooks import Watcher, unwatched, watched
 
-__all__ = ["Boundary", "Fork", "StreamLedger"]
+__all__ = ["Boundary", "Fork", "StreamLedger", "StreamUse"]
 
 _Key = tuple[int, int]
 """Device index and number of a stream."""
@@ -80,6 +80,23 @@ class _Recorded:
 _OUR_REFERENCES = 2  # the attribute above, and the argument of getrefcount
 
 
+@attrs.frozen
+class StreamUse:
+    """What one segment does with streams other than its own, in counts.
+
+    Attributes:
+        forks: Side streams that it starts.
+        joins: Side streams that it awaits at its end, those that no hook saw among them.
+        waits: Real waits before it, for work outside the capture.
+        events: Events that are recorded again behind it.
+    """
+
+    forks: int = 0
+    joins: int = 0
+    waits: int = 0
+    events: int = 0
+
+
 @attrs.frozen(eq=False)
 class Boundary:
     """What must be done for real around one segment.
@@ -87,11 +104,13 @@ class Boundary:
     Attributes:
         waits: Before it.
         events: Recorded behind it.
-        notes: The same in words, with forks and joins, for `explain()`.
+        use: The same in counts, with forks and joins.
+        notes: The same in words, for `explain()`.
     """
 
     waits: tuple[torch.Stream | torch.cuda.Event, ...] = ()
     events: tuple[torch.cuda.Event, ...] = ()
+    use: StreamUse = StreamUse()
     notes: tuple[str, ...] = ()
 
     def before(self, stream: torch.cuda.Stream) -> None:
@@ -180,6 +199,12 @@ class StreamLedger(Watcher):
         return Boundary(
             waits=tuple(wait.target for wait in self._waits),
             events=tuple(recorded.event for recorded in alive),
+            use=StreamUse(
+                forks=len(self._forked_here),
+                joins=len(self.forks) + unseen,
+                waits=len(self._waits),
+                events=len(alive),
+            ),
             notes=(
                 *(f"forks stream {fork.stream.stream_id:#x} at {fork.line}" for fork in self._forked_here),
                 *(f"joins stream {fork.stream.stream_id:#x} at its end" for fork in self.forks.values()),

@@ -597,7 +597,7 @@ def test_explain_lists_steps_with_their_lines(backend: str, device: torch.device
     graph = BreakableCUDAGraph(name="demo")
     with BreakableCUDAGraphCapture(graph, backend=backend):
         _one_break(torch.ones(2, device=device))
-    text = graph.explain()
+    text = str(graph.explain())
     assert "demo: 2 segments, 1 breaks" in text
     assert "host_scale [return: bridge]" in text
     assert "test_capture.py" in text

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from breakgraph.backends.base import Backend, Segment
+from breakgraph.backends.base import Backend, Piece, Segment
 from breakgraph.errors import ConfigError
 
-__all__ = ["Backend", "Segment", "make_backend"]
+__all__ = ["Backend", "Piece", "Segment", "make_backend"]
 
 
 def make_backend(kind: str, *, device: torch.device | None = None, stream: torch.cuda.Stream | None = None) -> Backend:

@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import attrs
 import torch
 
-__all__ = ["Backend", "Segment"]
+from breakgraph.streams import StreamUse
+
+__all__ = ["Backend", "Piece", "Segment"]
+
+
+@attrs.frozen(eq=False)
+class Piece:
+    """One kernel, copy or operator of a segment, to be run by itself.
+
+    Attributes:
+        name: Of the kernel or operator.
+        run: Puts it on the backend's `replay_stream` with the arguments of the capture.
+        line: Where the model asked for it; empty where the backend does not know.
+    """
+
+    name: str
+    run: Callable[[], Any]
+    line: str = ""
 
 
 class Segment(abc.ABC):
@@ -31,6 +49,21 @@ class Segment(abc.ABC):
     def describe(self) -> str:
         """What it holds, in a few words, for `explain()`."""
 
+    @abc.abstractmethod
+    def kernels(self) -> Mapping[str, int]:
+        """How often each kernel, copy or operator occurs, by name, in the order of first use; the counts add up to `size`.
+
+        Cost: on CUDA a question to the driver for each, some microseconds; nothing is kept of it.
+        """
+
+    @abc.abstractmethod
+    def pieces(self) -> tuple[Piece, ...]:
+        """The recorded work piece by piece, in the order of the capture, each a launch of its own: for debugging.
+
+        They read and write what the segment reads and writes, on one stream, so that work which the segment runs at the same
+        time runs in turn. Cost: on CUDA a graph for each piece, made anew at each call.
+        """
+
     @property
     @abc.abstractmethod
     def size(self) -> int:
@@ -40,6 +73,11 @@ class Segment(abc.ABC):
     @abc.abstractmethod
     def instantiate_seconds(self) -> float:
         """Host time that making it launchable took, seconds; a part of its capture."""
+
+    @property
+    @abc.abstractmethod
+    def streams(self) -> StreamUse:
+        """Forks, joins, waits and events, in counts."""
 
     @property
     @abc.abstractmethod

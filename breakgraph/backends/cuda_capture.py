@@ -23,7 +23,16 @@ except ImportError as error:  # pragma: no cover - a CPU machine never imports t
         fix='Install it: pip install "breakgraph[cuda]".',
     ) from error
 
-__all__ = ["bound_launch", "captures_with", "error_name", "fill_bytes", "join_leaves", "pool_handle_kept"]
+__all__ = [
+    "bound_launch",
+    "captures_with",
+    "checked",
+    "error_name",
+    "fill_bytes",
+    "graph_edges",
+    "join_leaves",
+    "pool_handle_kept",
+]
 
 _SUCCESS = cudart.cudaError_t.cudaSuccess
 # 13 gave the plain names the meaning of 12.9's _v3 and _v2: both hand out and take edge data.
@@ -36,7 +45,16 @@ _ADD = 0
 _CAPTURING = cudart.cudaStreamCaptureStatus.cudaStreamCaptureStatusActive
 
 
-def _checked(result: tuple[Any, ...], *, call: str) -> tuple[Any, ...]:
+def checked(result: tuple[Any, ...], *, call: str) -> tuple[Any, ...]:
+    """What a call into the runtime returned behind its status.
+
+    Args:
+        result: Status first.
+        call: Its name.
+
+    Raises:
+        InternalError: The status is an error.
+    """
     if result[0] != _SUCCESS:
         raise InternalError(f"{call} failed: {result[0].name}")
     return result[1:]
@@ -74,22 +92,33 @@ def join_leaves(stream: int) -> tuple[int, int]:
         How many leaves were joined, and how many nodes the graph has.
     """
     # status, id, graph, dependencies, edge data, count
-    status, _, graph, dependencies, _, _ = _checked(_capture_info(stream), call="cudaStreamGetCaptureInfo")
+    status, _, graph, dependencies, _, _ = checked(_capture_info(stream), call="cudaStreamGetCaptureInfo")
     if status != _CAPTURING:
         return 0, 1  # invalidated; ending the capture says so
-    _, count = _checked(cudart.cudaGraphGetNodes(graph), call="cudaGraphGetNodes")
+    _, count = checked(cudart.cudaGraphGetNodes(graph), call="cudaGraphGetNodes")
     if not count:
         return 0, 0
-    nodes, _ = _checked(cudart.cudaGraphGetNodes(graph, count), call="cudaGraphGetNodes")
-    *_, edges = _checked(_edges(graph), call="cudaGraphGetEdges")
-    sources, *_ = _checked(_edges(graph, edges), call="cudaGraphGetEdges") if edges else ([],)
-    known = {int(node) for node in (*sources, *(dependencies or ()))}
+    nodes, _ = checked(cudart.cudaGraphGetNodes(graph, count), call="cudaGraphGetNodes")
+    known = {source for source, _ in graph_edges(graph)} | {int(node) for node in dependencies or ()}
     leaves = [node for node in nodes if int(node) not in known]
     if leaves:
-        _checked(
+        checked(
             _update_dependencies(stream, leaves, None, len(leaves), _ADD), call="cudaStreamUpdateCaptureDependencies"
         )
     return len(leaves), count
+
+
+def graph_edges(graph: Any) -> list[tuple[int, int]]:
+    """The edges of a graph, as handles of nodes.
+
+    Args:
+        graph: A `cudaGraph_t`.
+    """
+    *_, count = checked(_edges(graph), call="cudaGraphGetEdges")
+    if not count:
+        return []
+    sources, targets, *_ = checked(_edges(graph, count), call="cudaGraphGetEdges")
+    return [(int(source), int(target)) for source, target in zip(sources, targets, strict=True)]
 
 
 def captures_with(stream: int, *, main: int) -> bool:
@@ -129,4 +158,4 @@ def error_name(status: int) -> str:
 
 def fill_bytes(address: int, nbytes: int) -> None:
     """Fill device memory with 0xFF bytes, on the legacy default stream."""
-    _checked(cudart.cudaMemset(address, 0xFF, nbytes), call="cudaMemset")
+    checked(cudart.cudaMemset(address, 0xFF, nbytes), call="cudaMemset")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
 
-from breakgraph.backends.base import Segment
+from breakgraph.backends.base import Piece, Segment
 from breakgraph.backends.cuda_capture import bound_launch, error_name
-from breakgraph.streams import Boundary
+from breakgraph.backends.cuda_nodes import node_names, single_nodes
+from breakgraph.streams import Boundary, StreamUse
 
 __all__ = ["BoundarySegment", "CudaSegment"]
 
@@ -81,6 +82,14 @@ class CudaSegment(Segment):
         """The count of graph nodes."""
         return f"{self._nodes} nodes{', random' if self.draws_random_numbers else ''}"
 
+    def kernels(self) -> Mapping[str, int]:
+        """Nodes by the driver's name of the kernel, or by type."""
+        return node_names(self.graph.raw_cuda_graph())
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """A graph for each node; where random numbers are drawn, their state stays that of the last launch."""
+        return single_nodes(self.graph.raw_cuda_graph(), stream=lambda: self._backend.replay_stream)
+
     @property
     def size(self) -> int:
         """The count of graph nodes."""
@@ -90,6 +99,11 @@ class CudaSegment(Segment):
     def instantiate_seconds(self) -> float:
         """Host time of its instantiation."""
         return self._instantiate_seconds
+
+    @property
+    def streams(self) -> StreamUse:
+        """Forks, joins, waits and events, in counts."""
+        return self.boundary.use
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -126,6 +140,14 @@ class BoundarySegment(Segment):
         """That there is no work."""
         return "no work"
 
+    def kernels(self) -> Mapping[str, int]:
+        """None."""
+        return {}
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """Waits and records only."""
+        return (Piece("waits and events", self.bound()),)
+
     @property
     def size(self) -> int:
         """None."""
@@ -135,6 +157,11 @@ class BoundarySegment(Segment):
     def instantiate_seconds(self) -> float:
         """None."""
         return 0.0
+
+    @property
+    def streams(self) -> StreamUse:
+        """Waits and events, in counts."""
+        return self.boundary.use
 
     @property
     def notes(self) -> tuple[str, ...]:

