@@ -12,7 +12,7 @@ import torch
 
 from breakgraph.bound_call import BoundCall
 from breakgraph.errors import CaptureError, ConfigError, LiveDataError
-from breakgraph.replay_context import ReplayContext, check_valid_rows, current_frame
+from breakgraph.replay_context import Around, ReplayContext, check_valid_rows, current_frame
 from breakgraph.structure import map_leaves, storage_address
 
 __all__ = ["BreakSpec", "break_graph", "eager_on_graph"]
@@ -100,19 +100,22 @@ class BreakSpec:
         targets = [target for target in self.rows if target.startswith((_RETURN + "[", _RETURN + "."))]
         return [t for t in targets if not any(_is_at_or_below(path, t[len(_RETURN) :]) for path in paths)]
 
-    def call_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, context: ReplayContext) -> Any:
+    def call_eagerly(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, context: ReplayContext, around: Around | None = None
+    ) -> Any:
         """Call with the semantics of a replay and no graph.
 
         Args:
             args: Positional arguments.
             kwargs: Keyword arguments.
             context: Live data and row counts of the step.
+            around: Calls the function in our place; None: nobody looks.
 
         Returns:
             What the caller goes on with: returned rows have the captured length again, their tail zero.
         """
         if not self.live and not self.rows:
-            return self.function(*args, **kwargs)
+            return self.function(*args, **kwargs) if around is None else around(self, args, kwargs, context)
         bound = self.bind(args, kwargs)
         for parameter, name in self.live.items():
             bound[parameter] = live_value(context.live, name, where=f"break '{self.name}'")
@@ -120,17 +123,22 @@ class BreakSpec:
         valid = context.valid_rows
         padded = next((tensor.shape[axis] for tensor, axis in row_arguments.values()), context.padded_rows)
         if valid is None or valid == padded or not self.rows:
-            return self.function(*bound.args, **bound.kwargs)
+            return self._called(bound, context, around)
         check_valid_rows(valid, padded_rows=padded, where=f"break '{self.name}'")
         for parameter, (tensor, axis) in row_arguments.items():
             bound[parameter] = tensor.narrow(axis, 0, valid)
-        result = self.function(*bound.args, **bound.kwargs)
+        result = self._called(bound, context, around)
         for parameter in self.writes:
             if parameter in row_arguments:
                 tensor, axis = row_arguments[parameter]
                 tensor.narrow(axis, valid, tensor.shape[axis] - valid).zero_()
         storages = {storage_address(tensor) for tensor, _ in row_arguments.values()} - {0}
         return map_leaves(result, functools.partial(self._pad_rows, valid=valid, padded=padded, storages=storages))
+
+    def _called(self, bound: BoundCall, context: ReplayContext, around: Around | None) -> Any:
+        if around is None:
+            return self.function(*bound.args, **bound.kwargs)
+        return around(self, tuple(bound.args), bound.kwargs, context)
 
     def _pad_rows(self, path: str, leaf: Any, *, valid: int, padded: int | None, storages: set[int]) -> Any:
         axis = self.return_axis(path)

@@ -40,7 +40,7 @@ class StepTime:
 
     Attributes:
         host_us: Until the call that runs it returns.
-        device_us: What the device takes for it where the host is far enough ahead.
+        device_us: What the device takes for it where the host is far enough ahead; of a step that waits, with that.
         host_at_us: Where its call begins.
         host_end_us: Where its call returns.
         device_at_us: Where the device begins it, as far as events tell: not before the one before has ended.
@@ -271,8 +271,11 @@ class Explanation:
 
 
 def _most(kernels: Mapping[str, int]) -> str:
-    ranked = Counter(kernels).most_common()
-    shown = ", ".join(f"{count} x {_short(name)}" for name, count in ranked[:_NAMES])
+    short: Counter[str] = Counter()
+    for name, count in kernels.items():
+        short[_short(name)] += count
+    ranked = short.most_common()
+    shown = ", ".join(f"{count} x {name}" for name, count in ranked[:_NAMES])
     rest = sum(count for _, count in ranked[_NAMES:])
     return shown + (f", {rest} others" if rest else "")
 

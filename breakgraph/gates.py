@@ -104,6 +104,7 @@ class Gates:
         self._early = tuple(gate for gate in kept if gate.reason is not Reason.GATE)
         self._late = tuple(gate for gate in kept if gate.reason is Reason.GATE)
         self._suspended: list[Reason] = []
+        self._launched_eagerly: list[Reason] = []
 
     @staticmethod
     def _check_override(name: str, gates: tuple[Gate, ...]) -> None:
@@ -119,6 +120,12 @@ class Gates:
     def suspension(self) -> Refusal | None:
         """Why no step may use a graph now, whatever its key; None outside `suspend`."""
         return Refusal.of(self._suspended[-1]) if self._suspended else None
+
+    def withdrawal(self) -> Refusal | None:
+        """Why no step may be launched with a graph now, also one that was prepared for it; None otherwise."""
+        if self._launched_eagerly:
+            return Refusal.of(self._launched_eagerly[-1])
+        return self.suspension()
 
     def before_key(self, key: Hashable, live: Mapping[str, object]) -> Refusal | None:
         """Run the gates that come before the key is looked up.
@@ -145,6 +152,22 @@ class Gates:
             The first refusal, or None.
         """
         return _first(self._late, key, live) if self._late else None
+
+    @contextmanager
+    def launch_eagerly(self, reason: Reason) -> Iterator[None]:
+        """Prepare steps for their graphs inside, and launch none of these.
+
+        Args:
+            reason: What the steps are counted under.
+
+        Yields:
+            Nothing.
+        """
+        self._launched_eagerly.append(reason)
+        try:
+            yield
+        finally:
+            self._launched_eagerly.remove(reason)
 
     @contextmanager
     def suspend(self, reason: Reason) -> Iterator[None]:

@@ -160,6 +160,11 @@ class BreakableCUDAGraph:
         return tuple(step.call for step in self.steps if step.call is not None)
 
     @property
+    def padded_rows(self) -> int | None:
+        """Captured length of the token axis; None where no break and no caller told it, or nothing is captured."""
+        return None if self._program is None else self._program.frame.context.padded_rows
+
+    @property
     def executable_bytes(self) -> int:
         """Device memory that the driver took for the executables, in its steps of 2 MiB."""
         return 0 if self._program is None else self._program.executable_bytes

@@ -20,7 +20,7 @@ from breakgraph.replay_context import eager_step
 from breakgraph.staging import InputStage, Staged
 from breakgraph.static_buffers import Extent
 from breakgraph.verification import StateKeeper, Tolerance, own, snapshot
-from breakgraph.work import CapturedKey, Example, Target, Work, signatures
+from breakgraph.work import CapturedKey, Example, Rehearsal, Target, Work, signatures
 
 __all__ = ["GraphBuilder"]
 
@@ -157,18 +157,23 @@ class GraphBuilder(Generic[K]):
         return captured.outputs.narrow(real)
 
     @contextmanager
-    def rehearsal(self, captured: CapturedKey[K]) -> Iterator[Callable[[], Any]]:
-        """Replays that count for nothing: declared state and generators are put back at the end.
+    def rehearsal(self, captured: CapturedKey[K]) -> Iterator[Rehearsal]:
+        """Runs that count for nothing: declared state and generators are put back at the end.
 
         Args:
             captured: The graph.
 
         Yields:
-            A function that replays it with one example of its key, planning and staging included.
+            What runs one example of its key, planning and staging included.
         """
         example, real = self.example(captured.target.key)
         with self.pool.on_capture_stream(), torch.no_grad(), self.keeper.preserved():
-            yield partial(self.replay_example, captured, example, real)
+            yield Rehearsal(
+                graph=captured.graph,
+                keeper=self.keeper,
+                replay=partial(self.replay_example, captured, example, real),
+                eager=partial(self.twin, captured, example, real),
+            )
 
     def times(self, captured: CapturedKey[K], *, runs: int = 3) -> Times:
         """Measure an eager step and a replay, of all rows of a key, each with its planning; state is put back.

@@ -7,8 +7,10 @@ from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+import attrs
 import torch
 
+from breakgraph.divergence import first_divergence
 from breakgraph.graph_builder import GraphBuilder
 from breakgraph.staging import Staged
 from breakgraph.static_buffers import Extent
@@ -61,6 +63,7 @@ class GraphProof(Generic[K]):
             if part is not None:
                 padded, skipped = self._judge_padded(captured, *part)
             verdict = self._judge(
+                captured,
                 partial(self._builder.replay_example, captured, example, real),
                 partial(self._builder.twin, captured, example, real),
             )
@@ -104,14 +107,28 @@ class GraphProof(Generic[K]):
         with torch.no_grad():
             with self._builder.pool.used_by(f"the proof of a step of {captured.target.where}"):
                 pass  # refused here, before the state of a step that is running is saved and put back
-            verdict = self._judge(replay, eager)
+            verdict = self._judge(captured, replay, eager)
             return (replay() if verdict.mismatch is None else eager()), verdict.mismatch
 
-    def _judge(self, replay: Callable[[], Any], eager: Callable[[], Any], compared: Compared = Compared.ALL) -> Verdict:
-        tolerance, anyone = self._builder.tolerance, self._anyone
-        return judge(
-            self._builder.keeper, replay=replay, eager=eager, tolerance=tolerance, compared=compared, anyone=anyone
-        )
+    def _judge(
+        self,
+        captured: CapturedKey[K],
+        replay: Callable[[], Any],
+        eager: Callable[[], Any],
+        *,
+        compared: Compared = Compared.ALL,
+    ) -> Verdict:
+        """Compare, and where the two differ, find the first step that does."""
+        keeper, tolerance = self._builder.keeper, self._builder.tolerance
+        verdict = judge(keeper, replay=replay, eager=eager, tolerance=tolerance, compared=compared, anyone=self._anyone)
+        if verdict.mismatch is None or self._builder.work.together is not None:
+            return verdict  # other ranks would not join in the runs that look for it
+        try:
+            found = first_divergence(captured.graph, keeper=keeper, replay=replay, eager=eager, compared=compared)
+        except Exception as error:
+            _LOG.info("%s: the first step that differs was not found: %s", captured.target.where, error)
+            found = None
+        return verdict if found is None else attrs.evolve(verdict, mismatch=f"{verdict.mismatch}; {found}")
 
     def _anyone(self, flag: bool) -> bool:
         """Whether a flag is set on any rank; alone, this one's."""
@@ -138,7 +155,7 @@ class GraphProof(Generic[K]):
             partial(run, captured, example, real) for run in (self._builder.replay_example, self._builder.twin)
         )
         try:
-            verdict = self._judge(replay, eager, compared=Compared.RESULT)
+            verdict = self._judge(captured, replay, eager, compared=Compared.RESULT)
         except Exception as error:
             try:
                 self._builder.keeper.outcome(eager, compared=Compared.RESULT)

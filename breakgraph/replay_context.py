@@ -17,7 +17,18 @@ from typing import Any, Protocol, TypeVar
 
 from breakgraph.errors import CaptureIllegalError, LiveDataError
 
-__all__ = ["Frame", "MarkedCall", "Phase", "ReplayContext", "current_frame", "current_replay", "eager_step", "install"]
+__all__ = [
+    "Around",
+    "Frame",
+    "MarkedCall",
+    "Phase",
+    "ReplayContext",
+    "current_frame",
+    "current_replay",
+    "eager_step",
+    "install",
+    "observed_calls",
+]
 
 T = TypeVar("T")
 
@@ -87,9 +98,15 @@ class MarkedCall(Protocol):
         """Call the function as if it were not marked."""
         ...
 
-    def call_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, context: ReplayContext) -> Any:
+    def call_eagerly(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, context: ReplayContext, around: Around | None
+    ) -> Any:
         """Call the function with the semantics of a replay: live data, narrowed rows, zeroed tails."""
         ...
+
+
+Around = Callable[["MarkedCall", tuple[Any, ...], dict[str, Any], ReplayContext], Any]
+"""Called as `around(call, args, kwargs, context)` with what the function receives; returns what the function returns."""
 
 
 class Frame(abc.ABC):
@@ -113,6 +130,7 @@ class Frame(abc.ABC):
 
 class _Local(threading.local):
     frame: Frame | None = None
+    around: Around | None = None
 
 
 _local = _Local()
@@ -158,12 +176,29 @@ class _EagerFrame(Frame):
             return call.call(args, kwargs)
         self._in_break = True
         try:
-            return call.call_eagerly(args, kwargs, context=self.context)
+            return call.call_eagerly(args, kwargs, context=self.context, around=_local.around)
         finally:
             self._in_break = False
 
     def on_split(self) -> None:
         return None
+
+
+@contextmanager
+def observed_calls(around: Around) -> Iterator[None]:
+    """Let something look at the breaks of this thread's eager steps inside a `with` block.
+
+    Args:
+        around: Calls them; see `Around`.
+
+    Yields:
+        Nothing.
+    """
+    previous, _local.around = _local.around, around
+    try:
+        yield
+    finally:
+        _local.around = previous
 
 
 @contextmanager

@@ -168,7 +168,7 @@ class Router(Generic[K]):
         if self._graphs.captured.get(key) is not captured:
             why = self._graphs.dropped.get(key, "captured again since")
             return Refusal.of(Reason.DROPPED, f"{self._rules.name(key)}: {why}")
-        return self._gates.suspension()
+        return self._gates.withdrawal()
 
     def _padded(self, key: K, found: CapturedKey[K] | Refusal) -> Choice[K] | Refusal:
         if isinstance(found, Refusal):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import logging
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
 
@@ -31,7 +31,7 @@ from breakgraph.static_buffers import Extent, StaticInput
 from breakgraph.statistics import Reason, RunnerStatistics
 from breakgraph.step import LiveNames, Prepared, Result
 from breakgraph.verification import own
-from breakgraph.work import CapturedKey, Example, Work
+from breakgraph.work import CapturedKey, Example, Rehearsal, Work
 
 __all__ = ["Example", "GraphRunner", "Policy", "Prepared", "Result", "Work"]
 
@@ -208,14 +208,14 @@ class GraphRunner(abc.ABC, Generic[K]):
         """The pool that all graphs of this runner share; another one after `clear()`."""
         return self._graphs.builder.pool
 
-    def rehearsal(self, key: K) -> AbstractContextManager[Callable[[], Any]]:
-        """Replay a published graph for a look at it; declared state and random generators are put back at the end.
+    def rehearsal(self, key: K) -> AbstractContextManager[Rehearsal]:
+        """Run a published graph for a look at it; declared state and random generators are put back at the end.
 
         Args:
             key: Its key, one of `graphs`.
 
         Returns:
-            A context manager whose value is a function without arguments: it replays the graph with one example of the key.
+            A context manager whose value replays the graph, or runs its eager twin, with one example of the key.
 
         Raises:
             ConfigError: There is no such graph.
@@ -240,6 +240,16 @@ class GraphRunner(abc.ABC, Generic[K]):
             The context manager.
         """
         return self._gates.suspend(reason)
+
+    def launch_eagerly(self, reason: Reason = Reason.DEBUGGING) -> AbstractContextManager[None]:
+        """Run every step that is launched inside a `with` block eagerly, at the padded shape and in the buffers of its graph.
+
+        All else is as for a replay: what is wrong in gates, padding, staging or planning is wrong here as well.
+
+        Args:
+            reason: What the steps are counted under.
+        """
+        return self._gates.launch_eagerly(reason)
 
     # Steps.
 

@@ -17,6 +17,7 @@ class Reason(enum.Enum):
     RECORDING_STATISTICS = "statistics of the model are being recorded"
     RANK_DISAGREEMENT = "another rank cannot use a graph for this step"
     DISABLED = "the runner is disabled"
+    DEBUGGING = "debugging: eager in the buffers of the graph"
     NOT_READY = "the state of a request is not ready"
     UNEQUAL_REQUESTS = "the requests of the batch differ in what a graph has one value for"
     GATE = "a gate of the caller refused"

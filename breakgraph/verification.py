@@ -29,6 +29,7 @@ __all__ = [
     "Verdict",
     "difference",
     "judge",
+    "leaf_difference",
     "live_leaves",
     "same_snapshot",
     "snapshot",
@@ -310,12 +311,22 @@ def difference(left: Outcome, right: Outcome, *, tolerance: Tolerance | None = N
         if nodes != other_nodes or [path for path, _ in found] != [path for path, _ in others]:
             return f"{what} has another structure"
         for (path, one), (_, other) in zip(found, others, strict=True):
-            if text := _leaf_difference(one, other, tolerance):
+            if text := leaf_difference(one, other, tolerance):
                 return f"{what}{path}: {text}"
     return None
 
 
-def _leaf_difference(one: Any, other: Any, tolerance: Tolerance | None) -> str | None:
+def leaf_difference(one: Any, other: Any, tolerance: Tolerance | None) -> str | None:
+    """Say how two leaves differ.
+
+    Args:
+        one: A tensor or a plain value.
+        other: Another.
+        tolerance: None means bit for bit.
+
+    Returns:
+        How many elements, the place of the first and both its values; None where nothing differs.
+    """
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         same = one is other or (type(one) is type(other) and bool(one == other))
         return None if same else f"{one!r} against {other!r}"
@@ -328,7 +339,8 @@ def _leaf_difference(one: Any, other: Any, tolerance: Tolerance | None) -> str |
     unequal = (_bits(one) != _bits(other)).view(one.numel(), -1).any(dim=1).nonzero().flatten()
     first = int(unequal[0])
     values = f"{one.flatten()[first].item()} against {other.flatten()[first].item()}"
-    return f"{unequal.numel()} of {one.numel()} elements differ, the first at flat index {first}: {values}"
+    place = [int(index) for index in np.unravel_index(first, tuple(one.shape))]
+    return f"{unequal.numel()} of {one.numel()} elements differ, the first at {place}: {values}"
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

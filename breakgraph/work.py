@@ -16,9 +16,9 @@ from breakgraph.output_arena import OutputViews
 from breakgraph.staging import Layout
 from breakgraph.static_buffers import Extent
 from breakgraph.swaps import LetsThrough
-from breakgraph.verification import Snapshot
+from breakgraph.verification import Snapshot, StateKeeper
 
-__all__ = ["CapturedKey", "Example", "Planned", "Target", "Together", "Work", "signatures"]
+__all__ = ["CapturedKey", "Example", "Planned", "Rehearsal", "Target", "Together", "Work", "signatures"]
 
 K = TypeVar("K", bound=Hashable)
 
@@ -153,6 +153,23 @@ class Target(Generic[K]):
     where: str
     extent: Extent
     layout: Layout
+
+
+@attrs.frozen(eq=False)
+class Rehearsal:
+    """One example of a graph's key, to be run as often as one likes.
+
+    Attributes:
+        graph: The graph.
+        keeper: Saves and restores the declared state.
+        replay: Replays it; returns views of the result's real rows.
+        eager: Runs the eager twin in the same buffers; returns the result's real rows.
+    """
+
+    graph: BreakableCUDAGraph
+    keeper: StateKeeper
+    replay: Callable[[], Any]
+    eager: Callable[[], Any]
 
 
 @attrs.define(eq=False)

@@ -88,7 +88,13 @@ class CudaSegment(Segment):
 
     def pieces(self) -> tuple[Piece, ...]:
         """A graph for each node; where random numbers are drawn, their state stays that of the last launch."""
-        return single_nodes(self.graph.raw_cuda_graph(), stream=lambda: self._backend.replay_stream)
+        nodes = single_nodes(self.graph.raw_cuda_graph(), stream=lambda: self._backend.replay_stream)
+        boundary, device = self.boundary, self._backend.device
+        if not boundary.waits and not boundary.events:
+            return nodes
+        before = Piece("waits before it", lambda: boundary.before(torch.cuda.current_stream(device)))
+        behind = Piece("events behind it", lambda: boundary.behind(torch.cuda.current_stream(device)))
+        return (before, *nodes, behind)
 
     @property
     def size(self) -> int:

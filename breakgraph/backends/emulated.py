@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from breakgraph.backends.base import Backend
 from breakgraph.backends.emulated_rules import (
+    UNINITIALISED,
     aliases_of,
     declare_pure,
     fill_with_poison,
@@ -39,11 +40,6 @@ from breakgraph.errors import CaptureIllegalError
 from breakgraph.structure import storage_address
 
 __all__ = ["EmulatedBackend", "EmulatedSegment", "declare_pure"]
-
-_aten = torch.ops.aten
-_UNINITIALISED = frozenset(
-    {_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.new_empty_strided, _aten.empty_permuted}
-)
 
 
 @attrs.define(eq=False)
@@ -246,9 +242,9 @@ class EmulatedBackend(Backend):
             recording.addresses.add(storage_address(tensor))
         if function._schema.is_mutable:
             self._written.update(storage_address(t) for t in written_by(function, args, kwargs) if t.numel())
-        if function.overloadpacket in _UNINITIALISED:
+        if function.overloadpacket in UNINITIALISED:
             self._unwritten.update(storage_address(tensor) for _, tensor in fresh)
-        if function.overloadpacket in _UNINITIALISED or torch.Tag.inplace_view in function.tags:
+        if function.overloadpacket in UNINITIALISED or torch.Tag.inplace_view in function.tags:
             return result  # no kernel: memory without values, or a change of shape and strides
         if fresh or function._schema.is_mutable:
             recording.operators.append(Operator(function, aliases_of(args), aliases_of(kwargs), fresh, user_line()))

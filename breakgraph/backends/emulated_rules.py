@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 __all__ = [
+    "UNINITIALISED",
     "aliases_of",
     "declare_pure",
     "fill_with_poison",
@@ -21,6 +22,10 @@ __all__ = [
 _aten = torch.ops.aten
 _INDEXING = (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_)
 _PYTHON_KEYS = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd", "AutogradCPU", "Autograd")
+UNINITIALISED = frozenset(
+    {_aten.empty, _aten.empty_like, _aten.new_empty, _aten.new_empty_strided, _aten.empty_strided, _aten.empty_permuted}
+)
+"""Operators that allocate memory without values."""
 _pure: set[str] = set()
 _SYNC_METHODS: dict[Any, str] = {
     torch.Tensor.tolist: "Tensor.tolist()",

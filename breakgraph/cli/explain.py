@@ -78,8 +78,8 @@ def explain(
             if measure:
                 from breakgraph.tools.explain import explain as measured
 
-                with captured.rehearsal() as replay:
-                    explanation = measured(captured.graph, replay=replay, runs=runs)
+                with captured.rehearsal() as rehearsal:
+                    explanation = measured(captured.graph, replay=rehearsal.replay, runs=runs)
             else:
                 explanation = captured.graph.explain()
         _show(explanation, as_json=as_json)

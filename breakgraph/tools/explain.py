@@ -29,7 +29,7 @@ def explain(
         graph: A sealed graph. It is replayed for real; see `measure`.
         live: Live data of each replay.
         valid_rows: Real rows of each replay.
-        replay: Replays the graph once, in place of the two above: such as what `runner.rehearsal(key)` gives.
+        replay: Replays the graph once, in place of the two above: such as the `replay` of `runner.rehearsal(key)`.
         runs: Replays of each kind; the medians count.
         small: Segments with fewer kernels are marked.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,7 +60,7 @@ def measure(
         graph: A sealed graph. It is replayed for real: its breaks run, and what it writes outside is written.
         live: Live data of each replay.
         valid_rows: Real rows of each replay.
-        replay: Replays the graph once, in place of the two above: such as what `runner.rehearsal(key)` gives.
+        replay: Replays the graph once, in place of the two above: such as the `replay` of `runner.rehearsal(key)`.
         runs: Replays of each kind, after two that are not counted.
 
     Returns:
@@ -109,7 +109,7 @@ class _Session:
 
     def whole(self) -> Times:
         """Whole replays, with nothing between the steps."""
-        spans = [self._spans([]) for _ in range(self.runs + 2)][2:]
+        spans = [self._spans() for _ in range(self.runs + 2)][2:]
         name = torch.cuda.get_device_name(self.device) if self.on_cuda else "the CPU"
         return Times(
             runs=self.runs,
@@ -118,8 +118,8 @@ class _Session:
             device=name,
         )
 
-    def _spans(self, delay: list[float]) -> tuple[float, float]:
-        """Host and device time of one replay, behind a delay of the device where one is given."""
+    def _spans(self) -> tuple[float, float]:
+        """Host and device time of one replay, from an idle device on."""
         if not self.on_cuda:
             begin = time.perf_counter()
             self.replay()
@@ -127,8 +127,6 @@ class _Session:
             return taken, taken
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
-            for microseconds in delay:
-                torch.cuda._sleep(int(microseconds * _CYCLES_PER_US))
             first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             first.record()
             begin = time.perf_counter()
@@ -140,13 +138,13 @@ class _Session:
 
     def steps(self) -> dict[int, StepTime]:
         """Times of each step."""
-        clocks = [self._clocked(0.0) for _ in range(self.runs + 1)][1:]
+        clocks = [self._clocked() for _ in range(self.runs + 1)][1:]
         picture = sorted(clocks, key=lambda clock: clock.total)[len(clocks) // 2]
         if not self.on_cuda:
             return {
                 index: StepTime(
-                    host_us=statistics.median(clock.host[index][1] - clock.host[index][0] for clock in clocks),
-                    device_us=statistics.median(clock.host[index][1] - clock.host[index][0] for clock in clocks),
+                    host_us=_median(clocks, index),
+                    device_us=_median(clocks, index),
                     host_at_us=picture.host[index][0],
                     host_end_us=picture.host[index][1],
                     device_at_us=picture.host[index][0],
@@ -155,25 +153,41 @@ class _Session:
                 for index in range(len(self.graph.steps))
             }
         delay = min(_LONGEST_DELAY_US, 2 * max(clock.total for clock in clocks) + 100)
-        behind = [self._clocked(delay) for _ in range(self.runs + 1)][1:]
-        found = {}
-        for index in range(len(self.graph.steps)):
-            host = statistics.median(clock.host[index][1] - clock.host[index][0] for clock in clocks)
-            delayed = statistics.median(clock.host[index][1] - clock.host[index][0] for clock in behind)
-            found[index] = StepTime(
-                host_us=host,
-                device_us=statistics.median(clock.marks[index + 1] - clock.marks[index] for clock in behind),
+        usual = {index: _median(clocks, index) for index in range(len(self.graph.steps))}
+        waiting = self._waiting(delay, usual)
+        behind = [self._clocked(delay, waiting) for _ in range(self.runs + 1)][1:]
+        return {
+            index: StepTime(
+                host_us=usual[index],
+                device_us=statistics.median(clock.marks[index][1] - clock.marks[index][0] for clock in behind),
                 host_at_us=picture.host[index][0],
                 host_end_us=picture.host[index][1],
-                # The event before may have fired long before the host came to launch this step.
-                device_at_us=max(picture.marks[index], picture.host[index][0]),
-                device_end_us=max(picture.marks[index + 1], picture.host[index][0]),
-                waits=delayed > host + delay / 2,
+                # The event before it may have fired long before the host came to launch this step.
+                device_at_us=max(picture.marks[index][0], picture.host[index][0]),
+                device_end_us=max(picture.marks[index][1], picture.host[index][0]),
+                waits=index in waiting,
             )
-        return found
+            for index in range(len(self.graph.steps))
+        }
 
-    def _clocked(self, delay: float) -> _Clock:
-        clock = _Clock(len(self.graph.steps), on_cuda=self.on_cuda)
+    def _waiting(self, delay: float, usual: Mapping[int, float]) -> set[int]:
+        """Steps in which the host waits for the device.
+
+        The first that waits uses the delay up. So the device is delayed again behind each one that is known, until no other
+        shows.
+        """
+        known: set[int] = set()
+        while True:
+            clock = self._clocked(delay, known)
+            late = (i for i in usual if i not in known and clock.host[i][1] - clock.host[i][0] > usual[i] + delay / 2)
+            found = next(late, None)
+            if found is None:
+                return known
+            known.add(found)
+
+    def _clocked(self, delay: float = 0.0, waiting: Collection[int] = ()) -> _Clock:
+        again = {index + 1: delay for index in waiting}
+        clock = _Clock(len(self.graph.steps), on_cuda=self.on_cuda, delays=again)
         with self.graph.observed(clock):
             if not self.on_cuda:
                 clock.start = time.perf_counter()
@@ -183,7 +197,7 @@ class _Session:
                 torch.cuda.synchronize()
                 if delay:
                     torch.cuda._sleep(int(delay * _CYCLES_PER_US))
-                clock.events[0].record()
+                clock.first.record()
                 clock.start = time.perf_counter()
                 self.replay()
                 torch.cuda.synchronize()
@@ -202,7 +216,7 @@ class _Session:
             return counts.found, ""
         marks = _Marks()
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with self.graph.observed(marks), torch.profiler.profile(activities=activities) as profile:
+        with self.graph.observed(marks), torch.profiler.profile(activities=activities, acc_events=True) as profile:
             self.replay()
             torch.cuda.synchronize(self.device)
         results = profile.profiler.kineto_results if profile.profiler is not None else None
@@ -221,44 +235,63 @@ class _Session:
             for index in breaks:
                 begin, end = ranges.get(index, (0, 0))
                 if begin <= event.start_ns() < end:
-                    found[index][event.name()] += 1
+                    found[index][event.name().strip()] += 1
         if not seen:
             return {}, "kernels of breaks are not known: torch's profiler saw no kernel"
         return {index: dict(names) for index, names in found.items()}, ""
 
 
 class _Clock(StepObserver):
-    """Host times around each step and events behind it.
+    """Host times around each step, and events around it.
 
     Args:
         steps: How many there are.
         on_cuda: Events are recorded.
+        delays: Microseconds by which the device is delayed before a step.
 
     Attributes:
         start: Of the replay, seconds.
+        first: Recorded before the replay.
         host: Begin and end of each step, microseconds after the start.
-        marks: When the device reached the end of each step, microseconds after the first event; `marks[0]` is 0.
+        marks: When the device reached the begin and the end of each step, microseconds after the first event.
     """
 
-    def __init__(self, steps: int, *, on_cuda: bool) -> None:
+    def __init__(self, steps: int, *, on_cuda: bool, delays: Mapping[int, float]) -> None:
         self.start = 0.0
         self.host: list[tuple[float, float]] = [(0.0, 0.0)] * steps
-        self.events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)] if on_cuda else []
-        self.marks: list[float] = []
+        self.marks: list[tuple[float, float]] = []
+        events = 2 * steps + 1 if on_cuda else 0
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(events)]
+        self._delays = delays
+
+    @property
+    def first(self) -> torch.cuda.Event:
+        """The event before all."""
+        return self._events[-1]
 
     def wrap(self, step: Step, *, index: int, run: Run) -> Run:
         """Take the time of a step."""
+        if not self._events:
+            return lambda: self._timed(index, run)
+        before, behind = self._events[2 * index], self._events[2 * index + 1]
+        delay = int(self._delays.get(index, 0.0) * _CYCLES_PER_US)
 
         def timed() -> Any:
-            begin = time.perf_counter()
-            status = run()
-            end = time.perf_counter()
-            self.host[index] = ((begin - self.start) * 1e6, (end - self.start) * 1e6)
-            if self.events:
-                self.events[index + 1].record()
+            if delay:
+                torch.cuda._sleep(delay)
+            before.record()
+            status = self._timed(index, run)
+            behind.record()
             return status
 
         return timed
+
+    def _timed(self, index: int, run: Run) -> Any:
+        begin = time.perf_counter()
+        status = run()
+        end = time.perf_counter()
+        self.host[index] = ((begin - self.start) * 1e6, (end - self.start) * 1e6)
+        return status
 
     @property
     def total(self) -> float:
@@ -267,7 +300,12 @@ class _Clock(StepObserver):
 
     def read(self) -> None:
         """Ask the events; the device has to be idle."""
-        self.marks = [0.0] + [self.events[0].elapsed_time(event) * 1e3 for event in self.events[1:]]
+        at = [self.first.elapsed_time(event) * 1e3 for event in self._events[:-1]]
+        self.marks = list(zip(at[::2], at[1::2], strict=True))
+
+
+def _median(clocks: list[_Clock], index: int) -> float:
+    return statistics.median(clock.host[index][1] - clock.host[index][0] for clock in clocks)
 
 
 class _Operators(StepObserver):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,6 +14,7 @@ from breakgraph.models.via import Via
 from breakgraph.runner import GraphRunner
 from breakgraph.serving import LLM
 from breakgraph.serving.llm import Progress
+from breakgraph.work import Rehearsal
 
 __all__ = ["ModelGraph"]
 
@@ -117,6 +118,6 @@ class CapturedModelGraph:
         graphs: Mapping[Any, BreakableCUDAGraph] = self.runner.graphs
         return graphs[self.key]
 
-    def rehearsal(self) -> AbstractContextManager[Callable[[], Any]]:
+    def rehearsal(self) -> AbstractContextManager[Rehearsal]:
         """See `GraphRunner.rehearsal`."""
         return self.runner.rehearsal(self.key)

@@ -1,0 +1,118 @@
+"""One step of one graph that can be run again and again, and what was noted of its capture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from breakgraph.addresses import AddressWatch
+from breakgraph.capture import BreakableCUDAGraph
+from breakgraph.tools.tape import Entry, record
+from breakgraph.verification import Outcome, StateKeeper
+
+__all__ = ["Case", "plain_attributes"]
+
+
+def plain_attributes(modules: Iterable[torch.nn.Module]) -> dict[str, Any]:
+    """Numbers, strings and the like that modules hold as plain attributes.
+
+    Args:
+        modules: Roots.
+
+    Returns:
+        By name, such as `Model.layers.0.scale`.
+    """
+    found: dict[str, Any] = {}
+    for root in modules:
+        for path, module in root.named_modules():
+            start = ".".join(part for part in (type(root).__name__, path) if part)
+            for name, value in vars(module).items():
+                if isinstance(value, int | float | str | bool | None) and not name.startswith("_"):
+                    found[f"{start}.{name}"] = value
+    return found
+
+
+class PythonState:
+    """The plain attributes of modules, tensors among them, so that each run begins with those of the first.
+
+    Parameters, buffers and submodules stay what they are. What objects other than modules and closures hold is not seen.
+
+    Args:
+        modules: Roots.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        found = {id(module): module for root in modules for module in root.modules()}
+        self._saved = [(module, _plain_table(module)) for module in found.values()]
+
+    def restore(self) -> None:
+        """Put the attributes back."""
+        for module, saved in self._saved:
+            for name in _plain_table(module).keys() - saved.keys():
+                del module.__dict__[name]
+            module.__dict__.update(saved)
+
+
+def _plain_table(module: torch.nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _TABLES}
+
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Case:
+    """One step of one graph that can be run again and again.
+
+    Attributes:
+        graph: The graph.
+        keeper: Saves and restores the state around each run.
+        replay: Replays the step.
+        eager: Runs its eager twin.
+        at_capture: What the forward did in the step of the capture, or in another one.
+        attributes: Plain attributes at that time.
+        modules: Whose attributes and tensors have names.
+        live: Gives the live data of the step; None where that is not known here.
+        within: Tensors that belong to every step.
+        watch: Addresses at the capture; None where the graph's owner checks them.
+        python: Attributes with which each run begins.
+    """
+
+    graph: BreakableCUDAGraph
+    keeper: StateKeeper
+    replay: Callable[[], Any]
+    eager: Callable[[], Any]
+    at_capture: list[Entry]
+    attributes: Mapping[str, Any] = attrs.field(factory=dict)
+    modules: Sequence[torch.nn.Module] = ()
+    live: Callable[[], Mapping[str, Any]] | None = None
+    within: tuple[torch.Tensor, ...] = ()
+    watch: AddressWatch | None = None
+    python: PythonState = attrs.field(factory=lambda: PythonState(()))
+
+    def eager_run(self) -> Any:
+        """The eager twin, with the attributes that every run begins with."""
+        self.python.restore()
+        return self.eager()
+
+    def poisoned_replay(self) -> Any:
+        """A replay that finds nothing of what earlier ones computed, with the attributes that every run begins with."""
+        self.python.restore()
+        if self.graph.pool is not None:
+            self.graph.pool.backend.poison()
+        return self.replay()
+
+    def outcome_of_replay(self) -> Outcome:
+        """Of a poisoned one."""
+        return self.keeper.outcome(self.poisoned_replay)
+
+    def outcome_of_eager(self) -> Outcome:
+        """Of the eager twin."""
+        return self.keeper.outcome(self.eager_run)
+
+    def tape(self) -> list[Entry]:
+        """What the forward does in this step."""
+        return record(self.outcome_of_eager, within=self.within)
