@@ -157,19 +157,21 @@ class GraphBuilder(Generic[K]):
         return captured.outputs.narrow(real)
 
     @contextmanager
-    def rehearsal(self, captured: CapturedKey[K]) -> Iterator[Rehearsal]:
+    def rehearsal(self, captured: CapturedKey[K], *, smaller: K | None = None) -> Iterator[Rehearsal]:
         """Runs that count for nothing: declared state and generators are put back at the end.
 
         Args:
             captured: The graph.
+            smaller: A key of fewer rows that it serves, whose example is run; None: its own.
 
         Yields:
             What runs one example of its key, planning and staging included.
         """
-        example, real = self.example(captured.target.key)
+        example, real = self.example(captured.target.key if smaller is None else smaller)
         with self.pool.on_capture_stream(), torch.no_grad(), self.keeper.preserved():
             yield Rehearsal(
                 graph=captured.graph,
+                rows=real.tokens,
                 keeper=self.keeper,
                 replay=partial(self.replay_example, captured, example, real),
                 eager=partial(self.twin, captured, example, real),

@@ -208,14 +208,15 @@ class GraphRunner(abc.ABC, Generic[K]):
         """The pool that all graphs of this runner share; another one after `clear()`."""
         return self._graphs.builder.pool
 
-    def rehearsal(self, key: K) -> AbstractContextManager[Rehearsal]:
+    def rehearsal(self, key: K, *, fewer_rows: bool = False) -> AbstractContextManager[Rehearsal]:
         """Run a published graph for a look at it; declared state and random generators are put back at the end.
 
         Args:
             key: Its key, one of `graphs`.
+            fewer_rows: Take an example of a smaller key that this graph serves, where there is one: a padded step.
 
         Returns:
-            A context manager whose value replays the graph, or runs its eager twin, with one example of the key.
+            A context manager whose value replays the graph, or runs its eager twin, with one example.
 
         Raises:
             ConfigError: There is no such graph.
@@ -228,7 +229,8 @@ class GraphRunner(abc.ABC, Generic[K]):
                 why=f"It was dropped: {why_not}" if why_not else "Only what was captured can be replayed.",
                 fix="Capture it, or ask for another key.",
             )
-        return self._graphs.builder.rehearsal(captured)
+        served = (other for other in self._smaller(key) if self._round_up(other) == key)
+        return self._graphs.builder.rehearsal(captured, smaller=next(served, None) if fewer_rows else None)
 
     def suspend(self, reason: Reason = Reason.DISABLED) -> AbstractContextManager[None]:
         """Run every step that is launched inside a `with` block eagerly, also one prepared for a graph before.

@@ -161,12 +161,14 @@ class Rehearsal:
 
     Attributes:
         graph: The graph.
+        rows: Real token rows.
         keeper: Saves and restores the declared state.
         replay: Replays it; returns views of the result's real rows.
         eager: Runs the eager twin in the same buffers; returns the result's real rows.
     """
 
     graph: BreakableCUDAGraph
+    rows: int
     keeper: StateKeeper
     replay: Callable[[], Any]
     eager: Callable[[], Any]

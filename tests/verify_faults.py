@@ -212,7 +212,7 @@ def unwritten_rows(device: torch.device) -> Planted:
         out.copy_(q * 2)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(x)
+        out = torch.empty_like(x)  # FAULT
         attend(x + 1, out)
         return half(out + out.sum(0))
 
@@ -220,6 +220,7 @@ def unwritten_rows(device: torch.device) -> Planted:
         forward=forward,
         cause=Cause.UNWRITTEN_ROWS,
         step="attend",
+        line="unwritten_rows",
         evidence="argument 'out'",
         valid_rows=lambda number: 5 if number else None,
     )
@@ -229,11 +230,11 @@ def memory_that_nobody_wrote(device: torch.device) -> Planted:
     """Half a table is read that was never written."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        table = torch.empty(ROWS, WIDTH, device=x.device)
+        table = torch.empty(ROWS, WIDTH, device=x.device)  # FAULT
         table[: ROWS // 2] = 1.0
         return half(x + 1) + table
 
-    return Planted(forward=forward, cause=Cause.UNWRITTEN_ROWS, step=1)
+    return Planted(forward=forward, cause=Cause.UNWRITTEN_ROWS, step=1, line="memory_that_nobody_wrote")
 
 
 class Counted(nn.Module):
@@ -369,6 +370,29 @@ def undeclared_generator(device: torch.device) -> Planted:
 
     return Planted(forward=forward, cause=Cause.NON_DETERMINISTIC, step="noise")
 
+
+def unjoined_stream(device: torch.device) -> Planted:
+    """A break works on a side stream behind the back of every hook, and nobody waits for it."""
+    side = torch.cuda.Stream(device)
+
+    @eager_on_graph
+    def late(x: torch.Tensor, out: torch.Tensor) -> None:
+        main = torch.cuda.current_stream()
+        torch._C._cuda_setStream(side.stream_id, side.device_index, side.device_type)
+        torch.cuda._sleep(20_000_000)
+        out.copy_(x * 2)
+        torch._C._cuda_setStream(main.stream_id, main.device_index, main.device_type)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = half(x + 1)
+        out = torch.zeros_like(y)
+        late(y, out)
+        return half(out + 1) * 2
+
+    return Planted(forward=forward, cause=Cause.UNJOINED_STREAM, step="late")
+
+
+GPU_FAULTS = {"unjoined_stream": unjoined_stream}
 
 FAULTS = {
     function.__name__: function

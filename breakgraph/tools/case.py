@@ -11,7 +11,7 @@ import torch
 from breakgraph.addresses import AddressWatch
 from breakgraph.capture import BreakableCUDAGraph
 from breakgraph.tools.tape import Entry, record
-from breakgraph.verification import Outcome, StateKeeper
+from breakgraph.verification import Compared, Outcome, StateKeeper
 
 __all__ = ["Case", "plain_attributes"]
 
@@ -79,6 +79,7 @@ class Case:
         within: Tensors that belong to every step.
         watch: Addresses at the capture; None where the graph's owner checks them.
         python: Attributes with which each run begins.
+        compared: Whether the state that runs leave is compared as well as their results.
     """
 
     graph: BreakableCUDAGraph
@@ -92,6 +93,7 @@ class Case:
     within: tuple[torch.Tensor, ...] = ()
     watch: AddressWatch | None = None
     python: PythonState = attrs.field(factory=lambda: PythonState(()))
+    compared: Compared = Compared.ALL
 
     def eager_run(self) -> Any:
         """The eager twin, with the attributes that every run begins with."""
@@ -107,11 +109,11 @@ class Case:
 
     def outcome_of_replay(self) -> Outcome:
         """Of a poisoned one."""
-        return self.keeper.outcome(self.poisoned_replay)
+        return self.keeper.outcome(self.poisoned_replay, compared=self.compared)
 
     def outcome_of_eager(self) -> Outcome:
         """Of the eager twin."""
-        return self.keeper.outcome(self.eager_run)
+        return self.keeper.outcome(self.eager_run, compared=self.compared)
 
     def tape(self) -> list[Entry]:
         """What the forward does in this step."""

@@ -14,6 +14,8 @@ from breakgraph.models.via import Via
 from breakgraph.runner import GraphRunner
 from breakgraph.serving import LLM
 from breakgraph.serving.llm import Progress
+from breakgraph.tools.verification_report import Verification
+from breakgraph.tools.verify import verify_key
 from breakgraph.work import Rehearsal
 
 __all__ = ["ModelGraph"]
@@ -117,6 +119,14 @@ class CapturedModelGraph:
         """The graph."""
         graphs: Mapping[Any, BreakableCUDAGraph] = self.runner.graphs
         return graphs[self.key]
+
+    def verify(self, *, rounds: int) -> Verification:
+        """See `verify_key`.
+
+        Args:
+            rounds: Examples to compare.
+        """
+        return verify_key(self.runner, self.key, modules=(self.llm.engine.state.decoder,), rounds=rounds)
 
     def rehearsal(self) -> AbstractContextManager[Rehearsal]:
         """See `GraphRunner.rehearsal`."""
