@@ -43,6 +43,7 @@ def explained(runner: Any, key: Any, *, pages: Path | None, name: str) -> dict[s
     measured_seconds = time.perf_counter() - begin
     page = html_page(found)
     if pages is not None:
+        name = name.replace(" ", "_")
         (pages / f"{name}.html").write_text(page)
         (pages / f"{name}.txt").write_text(str(found))
         (pages / f"{name}.trace.json").write_text(json.dumps(chrome_trace(found)))

@@ -14,7 +14,7 @@ import attrs
 from breakgraph.replay_program import StepKind
 from breakgraph.streams import StreamUse
 
-__all__ = ["Advice", "Explanation", "StepExplained", "StepTime", "Times", "Traffic"]
+__all__ = ["Advice", "Explanation", "StepExplained", "StepTime", "Times", "Traffic", "short_name"]
 
 _NAMES = 3
 
@@ -273,15 +273,20 @@ class Explanation:
 def _most(kernels: Mapping[str, int]) -> str:
     short: Counter[str] = Counter()
     for name, count in kernels.items():
-        short[_short(name)] += count
+        short[short_name(name)] += count
     ranked = short.most_common()
     shown = ", ".join(f"{count} x {name}" for name, count in ranked[:_NAMES])
     rest = sum(count for _, count in ranked[_NAMES:])
     return shown + (f", {rest} others" if rest else "")
 
 
-def _short(name: str, *, most: int = 60) -> str:
-    """A demangled name without the arguments of its template, which fill lines."""
-    bare = name.removeprefix("void ")
+def short_name(name: str, *, most: int = 60) -> str:
+    """A demangled name without the arguments of its template, which fill lines.
+
+    Args:
+        name: Of a kernel.
+        most: Characters.
+    """
+    bare = name.removeprefix("void ").replace("(anonymous namespace)::", "")
     head = bare.partition("(")[0].partition("<")[0] or bare
     return head if len(head) <= most else head[: most - 3] + "..."

@@ -71,7 +71,11 @@ def test_a_fault_of_streams_is_found(fault: str) -> None:
     """Work that nobody awaits: bisection over awaited steps names the break that launched it."""
     device = torch.device("cuda")
     planted = GPU_FAULTS[fault](device)
-    _assert_found(planted, _verified(planted, "cuda", device))
+    try:
+        found = _verified(planted, "cuda", device)
+    finally:
+        torch.cuda.synchronize()  # the stray work must not write into memory of the next test
+    _assert_found(planted, found)
 
 
 class Right(nn.Module):

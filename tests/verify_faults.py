@@ -372,7 +372,7 @@ def undeclared_generator(device: torch.device) -> Planted:
 
 
 def unjoined_stream(device: torch.device) -> Planted:
-    """A break works on a side stream behind the back of every hook, and nobody waits for it."""
+    """A break works on a side stream where no hook sees it; the forward waits for it on the host, where it is not captured."""
     side = torch.cuda.Stream(device)
 
     @eager_on_graph
@@ -387,6 +387,8 @@ def unjoined_stream(device: torch.device) -> Planted:
         y = half(x + 1)
         out = torch.zeros_like(y)
         late(y, out)
+        if not torch.cuda.is_current_stream_capturing():  # a capture cannot wait, and a replay runs no Python
+            side.synchronize()
         return half(out + 1) * 2
 
     return Planted(forward=forward, cause=Cause.UNJOINED_STREAM, step="late")

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from importlib import resources
 from typing import Any
 
-from breakgraph.explanation import Explanation, StepExplained
+from breakgraph.explanation import Explanation, StepExplained, short_name
 from breakgraph.replay_program import StepKind
 
 __all__ = ["html_page"]
 
 _KINDS = {StepKind.SEGMENT: 0, StepKind.BREAK: 1, StepKind.HOISTED: 2}
 _TIPS = 6  # kernels of a step that its tip names
+_ROW_NAMES = 3  # and its row
 _BROWSABLE = 4000  # bars; above, a page takes seconds to draw
 
 
@@ -76,7 +77,10 @@ def _about(explanation: Explanation) -> str:
     if explanation.times is None:
         return f"A replay{rows}, {live}. Not measured: the timeline shows counts of kernels."
     times = explanation.times
-    return f"A replay{rows}, {live}. Measured on {times.device}, medians of {times.runs} replays; the timeline is one of them."
+    return (
+        f"A replay{rows}, {live}. Measured on {times.device}, medians of {times.runs} replays; the timeline is a replay with a "
+        "clock around each step, which takes some time."
+    )
 
 
 def _cards(explanation: Explanation) -> Iterator[tuple[str, str]]:
@@ -110,9 +114,11 @@ def _row(explanation: Explanation, step: StepExplained) -> str:
     if step.live:
         detail.append(f"live data {', '.join(step.live)}")
     small = "".join(f"<small>{html.escape(text)}</small>" for text in detail if text)
+    names = list((step.kernels or {}).items())
     kernels = "".join(
-        f"<small>{html.escape(f'{n} x {name}')}</small>" for name, n in list((step.kernels or {}).items())[:3]
-    )
+        f"<small title='{html.escape(name)}'>{count} x {html.escape(short_name(name, most=44))}</small>"
+        for name, count in names[:_ROW_NAMES]
+    ) + (f"<small>and {len(names) - _ROW_NAMES} more names</small>" if len(names) > _ROW_NAMES else "")
     cells = (
         f"<td class='n'>{step.index}</td><td>{step.kind.value}</td><td>{html.escape(step.name)}{small}</td>",
         f"<td class='n'>{'' if step.launches is None else step.launches}{kernels}</td>",
@@ -148,7 +154,7 @@ def _bar(step: StepExplained, *, lane: int, begin: float, took: float, waits: bo
     if step.time is not None:
         lines.append(f"{step.time.host_us:.1f} us of the host, {step.time.device_us:.1f} us of the device")
     if step.kernels:
-        lines += [f"{count} x {name[:120]}" for name, count in list(step.kernels.items())[:_TIPS]]
+        lines += [f"{count} x {short_name(name, most=100)}" for name, count in list(step.kernels.items())[:_TIPS]]
         lines += [f"and {len(step.kernels) - _TIPS} more names"] if len(step.kernels) > _TIPS else []
     lines += [f"ends: {step.why}"] if step.why else []
     return {

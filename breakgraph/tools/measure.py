@@ -127,7 +127,7 @@ class _Session:
             return taken, taken
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
-            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            first, last = _event(), _event()
             first.record()
             begin = time.perf_counter()
             self.replay()
@@ -260,26 +260,29 @@ class _Clock(StepObserver):
         self.start = 0.0
         self.host: list[tuple[float, float]] = [(0.0, 0.0)] * steps
         self.marks: list[tuple[float, float]] = []
-        events = 2 * steps + 1 if on_cuda else 0
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(events)]
-        self._delays = delays
+        self._delays = {index: delay for index, delay in delays.items() if index < steps}
+        self._events = [_event() for _ in range(steps)] if on_cuda else []
+        self._begins = {index: _event() for index in self._delays}
+        self._first = _event() if on_cuda else None
 
     @property
     def first(self) -> torch.cuda.Event:
-        """The event before all."""
-        return self._events[-1]
+        """The event before all; on CUDA only."""
+        assert self._first is not None
+        return self._first
 
     def wrap(self, step: Step, *, index: int, run: Run) -> Run:
         """Take the time of a step."""
         if not self._events:
             return lambda: self._timed(index, run)
-        before, behind = self._events[2 * index], self._events[2 * index + 1]
+        # The end of one step is the begin of the next, but for a delay between them: each event costs the host a microsecond.
+        behind, before = self._events[index], self._begins.get(index)
         delay = int(self._delays.get(index, 0.0) * _CYCLES_PER_US)
 
         def timed() -> Any:
-            if delay:
+            if before is not None:
                 torch.cuda._sleep(delay)
-            before.record()
+                before.record()
             status = self._timed(index, run)
             behind.record()
             return status
@@ -300,8 +303,13 @@ class _Clock(StepObserver):
 
     def read(self) -> None:
         """Ask the events; the device has to be idle."""
-        at = [self.first.elapsed_time(event) * 1e3 for event in self._events[:-1]]
-        self.marks = list(zip(at[::2], at[1::2], strict=True))
+        at = [self.first.elapsed_time(event) * 1e3 for event in self._events]
+        begins = {index: self.first.elapsed_time(event) * 1e3 for index, event in self._begins.items()}
+        self.marks = [(begins.get(index, at[index - 1] if index else 0.0), end) for index, end in enumerate(at)]
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
 
 
 def _median(clocks: list[_Clock], index: int) -> float:
