@@ -24,7 +24,7 @@ import attrs
 from breakgraph.buckets import Buckets
 from breakgraph.errors import ConfigError
 
-__all__ = ["TunedLadder", "tuned_ladder"]
+__all__ = ["TunedLadder", "ladders_by_count", "tuned_ladder"]
 
 _MOST = 10**60  # no result overflows a float below it
 
@@ -112,6 +112,33 @@ def tuned_ladder(
             fix=f"Raise the budget, add a candidate of {max(weights)} or more, or give eager_cost.",
         )
     return _report(ladders, path, weights=weights)
+
+
+def ladders_by_count(
+    histogram: Mapping[int, float],
+    *,
+    most: int,
+    cost_per_row: Callable[[int], float],
+    eager_cost: Callable[[int], float] | None = None,
+) -> list[TunedLadder]:
+    """What `tuned_ladder` finds for `max_graphs` of 1, 2, ... `most`, at the price of the last: it is one table.
+
+    Args:
+        histogram: See `tuned_ladder`; not empty.
+        most: The largest `max_graphs`.
+        cost_per_row: See `tuned_ladder`; a function.
+        eager_cost: See `tuned_ladder`.
+
+    Raises:
+        ConfigError: See `tuned_ladder`.
+    """
+    weights = {_whole(size, name="a size"): _exact(histogram[size], name="a weight") for size in sorted(histogram)}
+    eager = None if eager_cost is None else [_exact(eager_cost(size), name=f"eager_cost({size})") for size in weights]
+    steps, memory = _step_costs(cost_per_row, list(weights)), [0] * len(weights)
+    ladders = _ladders(weights, list(weights), steps=steps, graph=Fraction(0), eager=eager, memory=memory)
+    layers = _relaxed(ladders, limit=_whole(most, name="most")).layers
+    paths = [_Relaxed(1, 0, layers[: count + 1]).path() for count in range(1, len(layers))]
+    return [_report(ladders, path, weights=weights) for path in paths]
 
 
 def _report(ladders: _Ladders, path: _Path, *, weights: dict[int, Fraction]) -> TunedLadder:

@@ -253,6 +253,9 @@ class DecodeRunner(GraphRunner[GraphKey]):
     def _extent_of_example(self, key: GraphKey, inputs: Mapping[str, torch.Tensor]) -> Extent:
         return self._extent(key)
 
+    def _rounded(self, real: Extent) -> int:
+        return real.requests
+
     def _smaller(self, key: GraphKey) -> Iterator[GraphKey]:
         for size in dict.fromkeys((key.batch_size * 2 // 3, key.batch_size - 1)):
             if size > 0 and size >= key.num_contexts:

@@ -211,6 +211,9 @@ class PrefillRunner(GraphRunner[PrefillKey]):
     def _extent_of_example(self, key: PrefillKey, inputs: Mapping[str, torch.Tensor]) -> Extent:
         return Extent(key.tokens, self._inputs.requests(inputs, most=self._max_requests, where=f"an example of {key}"))
 
+    def _rounded(self, real: Extent) -> int:
+        return real.tokens
+
     def _smaller(self, key: PrefillKey) -> Iterator[PrefillKey]:
         for tokens in dict.fromkeys((key.tokens * 2 // 3, key.tokens - 1)):
             if tokens > 0:

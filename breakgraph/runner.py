@@ -112,6 +112,10 @@ class GraphRunner(abc.ABC, Generic[K]):
         """Keys of fewer rows, to try in this order."""
 
     @abc.abstractmethod
+    def _rounded(self, real: Extent) -> int:
+        """What of the sizes of a step is rounded up to a bucket."""
+
+    @abc.abstractmethod
     def _size(self, key: K) -> tuple[int, ...]:
         """What memory a key's graph takes, for comparison."""
 
@@ -215,9 +219,6 @@ class GraphRunner(abc.ABC, Generic[K]):
             key: Its key, one of `graphs`.
             fewer_rows: Take an example of a smaller key that this graph serves, where there is one: a padded step.
 
-        Returns:
-            A context manager whose value replays the graph, or runs its eager twin, with one example.
-
         Raises:
             ConfigError: There is no such graph.
         """
@@ -245,8 +246,6 @@ class GraphRunner(abc.ABC, Generic[K]):
 
     def launch_eagerly(self, reason: Reason = Reason.DEBUGGING) -> AbstractContextManager[None]:
         """Run every step that is launched inside a `with` block eagerly, at the padded shape and in the buffers of its graph.
-
-        All else is as for a replay: what is wrong in gates, padding, staging or planning is wrong here as well.
 
         Args:
             reason: What the steps are counted under.
@@ -362,15 +361,16 @@ class GraphRunner(abc.ABC, Generic[K]):
             if self._policy.fallback is Fallback.ERROR:
                 raise refusal.error(rows=real.tokens)
             output = builder.run_staged(captured, live=live, real=real, staged=staged)
-            return self._count_eager(output, refusal=refusal, rows=real.tokens)
+            return self._count_eager(output, refusal=refusal, real=real)
         self._check_addresses(captured, live)
         if self._policy.verify is Verify.ALWAYS:
             output, mismatch = GraphProof(builder).run_proven(captured, live=live, real=real, staged=staged)
             if mismatch is not None:
-                return self._drop(captured, output=own(output), mismatch=mismatch, rows=real.tokens)
+                return self._drop(captured, output=own(output), mismatch=mismatch, real=real)
         else:
             output = builder.replay(captured, live=live, real=real, staged=staged)
-        self.statistics.count_replay(target.key, real=real.tokens, padded=target.extent.tokens)
+        padded = target.extent.tokens
+        self.statistics.count_replay(target.key, real=real.tokens, padded=padded, size=self._rounded(real))
         return Result(own(output) if copy else output, True, target.key, None)
 
     def _check_addresses(self, captured: CapturedKey[K], live: Mapping[str, Any]) -> None:
@@ -386,15 +386,15 @@ class GraphRunner(abc.ABC, Generic[K]):
         refusal = prepared.refusal
         assert refusal is not None
         output = self._graphs.builder.run_unpadded(prepared.inputs, prepared.live, extent=prepared.extent)
-        return self._count_eager(output, refusal=refusal, rows=prepared.extent.tokens)
+        return self._count_eager(output, refusal=refusal, real=prepared.extent)
 
-    def _count_eager(self, output: Any, *, refusal: Refusal, rows: int) -> Result[K]:
-        self.statistics.count_eager(refusal.name, rows=rows)
+    def _count_eager(self, output: Any, *, refusal: Refusal, real: Extent) -> Result[K]:
+        self.statistics.count_eager(refusal.name, rows=real.tokens, size=self._rounded(real))
         return Result(output, False, None, refusal.reason, refusal.detail)
 
-    def _drop(self, captured: CapturedKey[K], *, output: Any, mismatch: str, rows: int) -> Result[K]:
+    def _drop(self, captured: CapturedKey[K], *, output: Any, mismatch: str, real: Extent) -> Result[K]:
         self._router.drop(captured, reason=mismatch)
         refusal = Refusal.of(Reason.DROPPED, f"{captured.target.where}: {mismatch}")
         if self._policy.fallback is Fallback.ERROR:
-            raise refusal.error(rows=rows)
-        return self._count_eager(output, refusal=refusal, rows=rows)
+            raise refusal.error(rows=real.tokens)
+        return self._count_eager(output, refusal=refusal, real=real)

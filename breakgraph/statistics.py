@@ -8,7 +8,10 @@ from collections.abc import Hashable
 
 import attrs
 
-__all__ = ["CapturePhase", "KeyReport", "Reason", "RunnerStatistics"]
+__all__ = ["MOST_SIZES", "CapturePhase", "KeyReport", "Reason", "RunnerStatistics"]
+
+MOST_SIZES = 1 << 16
+"""Most distinct sizes that a runner counts: some megabytes at worst, and far more than a step can have."""
 
 
 class Reason(enum.Enum):
@@ -83,6 +86,8 @@ class RunnerStatistics:
         padded_rows: Rows of all replays, padding included.
         eager_rows: Rows of all eager steps.
         replays_by_key: Replays of each graph.
+        sizes: Steps by their real size, replays and eager ones: what was rounded up to a bucket, or would have been. Tokens
+            of a prefill step, requests of a decode step. At most `MOST_SIZES` of them; an idle rank's step has none.
         reports: How the capture of each key went.
     """
 
@@ -92,30 +97,40 @@ class RunnerStatistics:
     padded_rows: int = 0
     eager_rows: int = 0
     replays_by_key: Counter[Hashable] = attrs.field(factory=Counter)
+    sizes: Counter[int] = attrs.field(factory=Counter)
     reports: dict[Hashable, KeyReport] = attrs.field(factory=dict)
 
-    def count_replay(self, key: Hashable, *, real: int, padded: int) -> None:
+    def count_replay(self, key: Hashable, *, real: int, padded: int, size: int) -> None:
         """Count one replay of a graph.
 
         Args:
             key: The key of the graph.
             real: Real rows.
             padded: Rows of the graph.
+            size: What was rounded up to the bucket.
         """
         self.replays += 1
         self.real_rows += real
         self.padded_rows += padded
         self.replays_by_key[key] += 1
+        self._count_size(size)
 
-    def count_eager(self, name: str, *, rows: int) -> None:
+    def count_eager(self, name: str, *, rows: int, size: int) -> None:
         """Count one eager step.
 
         Args:
             name: Name of the reason, or of the caller's gate.
             rows: Rows of the step.
+            size: What would have been rounded up to a bucket.
         """
         self.eager[name] += 1
         self.eager_rows += rows
+        self._count_size(size)
+
+    def _count_size(self, size: int) -> None:
+        sizes = self.sizes
+        if size in sizes or (size and len(sizes) < MOST_SIZES):
+            sizes[size] += 1
 
     @property
     def padding_waste(self) -> float:
@@ -138,3 +153,4 @@ class RunnerStatistics:
         self.replays = self.real_rows = self.padded_rows = self.eager_rows = 0
         self.eager.clear()
         self.replays_by_key.clear()
+        self.sizes.clear()

@@ -15,6 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
+from breakgraph.tools import read_sizes, tune
+
 ARGUMENTS = ["--port", "0", "--max-num-seqs", "2", "--max-model-len", "64", "--max-num-batched-tokens", "16"]
 
 
@@ -33,7 +35,10 @@ class Serving:
         process: It.
         said: What it wrote to stderr so far.
         url: Where it listens.
+        sizes: Where it records the sizes of its steps.
     """
+
+    sizes: Path
 
     def __init__(self, *arguments: str, **environment: str) -> None:
         self.process = subprocess.Popen(
@@ -55,9 +60,11 @@ class Serving:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Serving]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """One process for the tests that ask it."""
-    made = Serving(*ARGUMENTS)
+    sizes = tmp_path_factory.mktemp("sizes") / "sizes.jsonl"
+    made = Serving(*ARGUMENTS, "--record-sizes", str(sizes), "--prefill-sizes", "16", "--decode-sizes", "1,2")
+    made.sizes = sizes
     yield made
     if made.process.poll() is None:
         made.process.kill()
@@ -98,6 +105,18 @@ def test_a_signal_drains_and_ends_with_0(server: Serving) -> None:
     assert "Traceback" not in server.said + said
 
 
+@pytest.mark.demo
+def test_the_sizes_of_steps_are_in_the_file_at_the_end(server: Serving) -> None:
+    """The signal of the test before ended it: every step of every answer is there, and tune reads it."""
+    assert server.process.poll() == 0
+    prefill, decode = (read_sizes(server.sizes, phase=phase) for phase in ("prefill", "decode"))
+    assert max(prefill) <= 16
+    assert prefill[5] >= 1  # "The capital of France is"
+    assert decode[1] >= 2 + 29  # all tokens of the first and the last answer but those of prefill
+    assert not list(server.sizes.parent.glob(".*"))
+    assert tune(prefill, max_graphs=1).ladder.largest == max(prefill)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -107,6 +126,12 @@ def test_a_signal_drains_and_ends_with_0(server: Serving) -> None:
         (["--memory-fraction", "1.5"], "--memory-fraction is 1.5"),
         (["--sampling", "none"], "--sampling is 'none'"),
         (["--dtype", "int3"], "int3"),
+        (
+            ["--record-sizes", "/no/such/folder/sizes.jsonl"],
+            "sizes cannot be recorded in '/no/such/folder/sizes.jsonl'",
+        ),
+        (["--prefill-sizes", "16,0"], "--prefill-sizes is '16,0'"),
+        (["--decode-sizes", "none.json"], "the ladder cannot be read from 'none.json'"),
         (["--max-body-mb", "0"], "--max-body-mb is 0"),
         (["--request-timeout", "-1"], "--request-timeout is -1"),
         (["--api-key", ""], "the API key is empty"),

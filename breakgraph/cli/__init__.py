@@ -10,6 +10,7 @@ import sys
 
 from breakgraph.cli import explain as explain  # these register their commands with the application
 from breakgraph.cli import serving as serving
+from breakgraph.cli import tune as tune
 from breakgraph.cli import verify as verify
 from breakgraph.cli.application import app
 from breakgraph.cli.output import EXIT_FAILED, end_at_once, say, stdout_errors

@@ -126,7 +126,10 @@ _OPTIONS = {  # what the command line calls an option of the engine or the serve
     "max_seq_len": "--max-model-len",
     "max_batch_size": "--max-num-seqs",
     "max_num_tokens": "--max-num-batched-tokens",
-    **{name: "--" + name.replace("_", "-") for name in ("memory_fraction", "num_blocks", "sampling", "max_queue")},
+    **{
+        name: "--" + name.replace("_", "-")
+        for name in ("memory_fraction", "num_blocks", "sampling", "prefill_sizes", "decode_sizes", "max_queue")
+    },
     "max_body_bytes": "--max-body-mb",
     "request_seconds": "--request-timeout",
     "drain_seconds": "--drain-timeout",

@@ -113,6 +113,27 @@ def serve(
             help="Decode graphs: both, greedy, sampled or all, see EngineConfig. Default: all on CUDA, else both."
         ),
     ] = None,
+    prefill_sizes: Annotated[
+        str | None,
+        typer.Option(
+            help="Token buckets of prefill graphs: 16,64,256, or a file of tune --output. Default: for the device.",
+            show_default=False,
+        ),
+    ] = None,
+    decode_sizes: Annotated[
+        str | None,
+        typer.Option(
+            help="Batch buckets of decode graphs, in the same way. Default: 1, 2, 4, every 8 to 128, then every 64.",
+            show_default=False,
+        ),
+    ] = None,
+    record_sizes: Annotated[
+        Path | None,
+        typer.Option(
+            help="Count the sizes of steps and keep them in this file, .jsonl or .csv, for breakgraph tune.",
+            show_default=False,
+        ),
+    ] = None,
     no_prefix_reuse: Annotated[bool, typer.Option("--no-prefix-reuse", help="Compute every prompt whole.")] = False,
     eager: Annotated[bool, typer.Option("--eager", help="Use no graphs.")] = False,
     max_queue: Annotated[int, typer.Option(help="Most prompts that wait; more get 503.")] = 1024,
@@ -142,6 +163,7 @@ def serve(
             port=port,
             name=served_model_name,
             api_key=api_key,
+            record_sizes=record_sizes,
             limits=Limits(
                 max_queue=max_queue,
                 max_body_bytes=max_body_mb * 1_000_000,
@@ -155,11 +177,30 @@ def serve(
                 "memory_fraction": memory_fraction,
                 "num_blocks": num_blocks,
                 "sampling": sampling,
+                "prefill_sizes": _ladder(prefill_sizes, option="--prefill-sizes"),
+                "decode_sizes": _ladder(decode_sizes, option="--decode-sizes"),
                 "prefix_reuse": "off" if no_prefix_reuse else None,
                 "graphs": "off" if eager else None,
             },
         )
         job.run(bars=progress_bars, started=_show_start, say=say)
+
+
+def _ladder(text: str | None, *, option: str) -> tuple[int, ...] | None:
+    from breakgraph.tools.tune_ladder_file import read_ladder
+
+    if text is None:
+        return None
+    if text.endswith(".json"):
+        return read_ladder(text).sizes
+    parts = [part.strip() for part in text.strip(" []").split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 and int(part) > 0 for part in parts):
+        raise ConfigError(
+            f"{option} is {text!r}; expected integers of at least 1 with commas between them, or a file that ends in .json.",
+            why="Each is a size for which a graph is captured.",
+            fix=f"Write it like {option} 16,64,256, or name a file of breakgraph tune --output.",
+        )
+    return tuple(map(int, parts))
 
 
 def _missing_extra(error: ModuleNotFoundError) -> Exception:

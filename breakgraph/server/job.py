@@ -15,7 +15,9 @@ from breakgraph.server.app import create_app
 from breakgraph.server.limits import Limits
 from breakgraph.server.run import Running, bind, run_server
 from breakgraph.server.service import Service, require_tokenizer
+from breakgraph.server.size_recorder import recorded_sizes
 from breakgraph.serving.llm import LLM, Progress
+from breakgraph.serving.size_file import checked_size_file
 from breakgraph.serving.startup import choose_device
 
 __all__ = ["ServeJob"]
@@ -43,6 +45,7 @@ class ServeJob:
         name: What clients call the model; None takes the name of its folder.
         api_key: What clients must send; None lets everybody in.
         limits: Bounds of the server.
+        record_sizes: File for the sizes of steps, a `.jsonl` or `.csv` that `breakgraph tune` reads; None records none.
         options: Fields of `EngineConfig`; those that are None are chosen for the device.
     """
 
@@ -56,6 +59,7 @@ class ServeJob:
     name: str | None = None
     api_key: str | None = None
     limits: Limits = attrs.field(factory=Limits)
+    record_sizes: Path | None = None
     options: Mapping[str, Any] = attrs.field(factory=dict)
 
     def run(
@@ -76,6 +80,7 @@ class ServeJob:
             ConfigError: Something was given that cannot work.
         """
         _check_key(self.api_key)
+        size_file = None if self.record_sizes is None else checked_size_file(self.record_sizes)
         kind = choose_device(self.device).type
         given = {name: value for name, value in self.options.items() if value is not None}
         llm = LLM(
@@ -107,7 +112,8 @@ class ServeJob:
                     )
 
             app = create_app(service, api_key=self.api_key)
-            run_server(app, service=service, listener=listener, on_ready=ready, on_drain=draining)
+            with recorded_sizes(llm.engine, path=size_file):
+                run_server(app, service=service, listener=listener, on_ready=ready, on_drain=draining)
         finally:
             listener.close()
 

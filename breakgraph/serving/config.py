@@ -107,6 +107,15 @@ def _buckets(instance: object, attribute: attrs.Attribute[Any], value: object) -
     )
 
 
+def _some_bucket(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if value == ():
+        raise ConfigError(
+            f"{attribute.name} is an empty list; expected at least one bucket, or None.",
+            why="Without any every decode step would run eagerly, which is another option's business.",
+            fix=f"Leave {attribute.name} out, or run everything eagerly with graphs='off'.",
+        )
+
+
 def _sizes(values: Iterable[int] | None) -> tuple[int, ...] | None:
     # What is no list of sizes goes on as it is, to the validator, which knows the option's name.
     if isinstance(values, Iterable) and not isinstance(values, (str, bytes)):
@@ -194,6 +203,8 @@ class EngineConfig:
             ``logprobs`` of a request make the decode steps of its whole batch run eagerly, counted as NO_GRAPH, unless it is
             "all".
         prefill_sizes: Token buckets of prefill; None takes a ladder for the device.
+        decode_sizes: Batch buckets of decode; None takes 1, 2, 4, every 8 to 128, then every 64. A batch above the largest
+            one runs eagerly. `breakgraph tune` finds both ladders from the sizes that a server recorded.
         contexts: Context buckets of decode below ``max_seq_len``, for an attention in plain torch, which pays for
             the context that its graph was made for; None takes powers of four from 256.
         attention: "auto", "torch" or "flashinfer".
@@ -224,6 +235,9 @@ class EngineConfig:
     prefix_reuse: PrefixReuse = attrs.field(default=PrefixReuse.ON, converter=_reuse)
     sampling: SamplingPaths = attrs.field(default=SamplingPaths.BOTH, converter=_paths)
     prefill_sizes: tuple[int, ...] | None = attrs.field(default=None, converter=_sizes, validator=_buckets)
+    decode_sizes: tuple[int, ...] | None = attrs.field(
+        default=None, converter=_sizes, validator=[_buckets, _some_bucket]
+    )
     contexts: tuple[int, ...] | None = attrs.field(default=None, converter=_sizes, validator=_buckets)
     attention: Literal["auto", "torch", "flashinfer"] = attrs.field(default="auto", validator=_attention)
     placement: Placement = attrs.field(default=Placement.AUTO, converter=_placement)
@@ -329,7 +343,7 @@ class Sizes:
             prefill=Buckets.prefill(
                 max_batch_size=batch, max_seq_len=max_seq_len, max_num_tokens=max_num_tokens, sizes=ladder
             ),
-            decode=Buckets.decode(max_batch_size=batch, max_num_tokens=batch),
+            decode=Buckets.decode(max_batch_size=batch, max_num_tokens=batch, sizes=config.decode_sizes),
             contexts=contexts,
         )
 

@@ -134,6 +134,8 @@ class Statistics:
         failed_steps: Steps that raised; their requests ended with the exception.
         parts: Seconds of all steps that were read, by part: schedule, prepare, launch, wait, process.
         rows: By phase, the real rows of all replays and all their rows, padding included.
+        sizes: By phase, steps by their real size, replays and eager ones: tokens of prefill steps, requests of decode steps.
+            `write_sizes` makes a file of it, from which `breakgraph tune` finds better buckets.
         served: Whose code ran the model, and why; None for an engine without an `LLM`, which knows only a decoder.
     """
 
@@ -154,6 +156,7 @@ class Statistics:
     failed_steps: int = 0
     parts: dict[str, float] = attrs.field(factory=dict)
     rows: dict[str, tuple[int, int]] = attrs.field(factory=dict)
+    sizes: dict[str, dict[int, int]] = attrs.field(factory=dict)
     served: Served | None = None
 
     @property
@@ -190,7 +193,8 @@ class Statistics:
             phases |= {f"{name}_{field}": value for field, value in attrs.asdict(phase).items()}
             phases[f"{name}_tokens_per_second"] = phase.tokens_per_second
             phases[f"{name}_real_rows"], phases[f"{name}_padded_rows"] = self.rows.get(name, (0, 0))
-        del values["rows"]
+            phases[f"{name}_sizes"] = {str(size): count for size, count in sorted(self.sizes.get(name, {}).items())}
+        del values["rows"], values["sizes"]
         return phases | values | served
 
     def summary(self) -> str:
@@ -278,4 +282,5 @@ def collect(
             name: (runner.statistics.real_rows, runner.statistics.padded_rows)
             for name, runner in (("prefill", prefill), ("decode", decode))
         },
+        sizes={"prefill": dict(prefill.statistics.sizes), "decode": dict(decode.statistics.sizes)},
     )
