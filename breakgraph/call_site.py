@@ -15,7 +15,8 @@ __all__ = ["UNKNOWN_LINE", "raised_at", "user_line"]
 UNKNOWN_LINE = "an unknown line"
 
 _PACKAGE = Path(__file__).resolve().parent
-_OURS = (_PACKAGE, _PACKAGE / "backends", _PACKAGE / "tools")
+_OURS = (_PACKAGE, _PACKAGE / "backends")
+_TOOLS = _PACKAGE / "tools"
 _TORCH = Path(torch.__file__).resolve().parent
 _TYPED_IN = ("<string>", "<stdin>", "<ipython")
 """Code that was typed in has no file; all else in angle brackets was generated."""
@@ -30,7 +31,7 @@ def _is_ours(filename: str) -> bool:
     if _TORCH in path.parents:
         return True
     # contextlib and functools carry decorators and context managers; they are nobody's line.
-    return path.parent in _OURS or path.name in ("contextlib.py", "functools.py")
+    return path.parent in _OURS or _TOOLS in path.parents or path.name in ("contextlib.py", "functools.py")
 
 
 def user_line() -> str:

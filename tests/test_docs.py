@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
 import os
 import re
 import subprocess
@@ -29,7 +31,7 @@ def examples(language: str, *, page: str = "README.md") -> list[str]:
 def test_the_example_of_the_core_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """The README's first example runs as it stands and prints the steps of its graph."""
     exec(compile(examples("python")[0], "README.md", "exec"), {"__name__": "readme"})
-    assert "attend [live ['lengths']; return: value]" in capsys.readouterr().out
+    assert "attend [live ['lengths']]" in capsys.readouterr().out
 
 
 def test_the_examples_of_the_runners_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,6 +140,19 @@ def test_names_of_the_runners_page_are_where_it_says() -> None:
         for module in re.findall(r"`([\w.]+)`", modules):
             for name in re.findall(r"`(\w+)`", names):
                 assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
+
+
+def test_the_examples_of_the_tools_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of docs/tools.md under Explain, Verify and Debugging run as they stand and print what stands below them."""
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs/tools.md").read_text()
+    for name, follows in (("Explain", "Verify"), ("Verify", "Debugging"), ("Debugging", "Tune")):
+        section = text[text.index(f"\n## {name}\n") : text.index(f"\n## {follows}\n")]
+        (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+        expected = re.findall(r"```text\n(.*?)```", section, re.DOTALL)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(compile(code, "example.py", "exec"), {"__name__": "example"})
+        assert printed.getvalue() == "".join(expected)
 
 
 @pytest.mark.demo

@@ -22,7 +22,7 @@ from breakgraph.errors import ConfigError, NoGraphError
 from breakgraph.explanation import Explanation
 from breakgraph.replay_program import StepKind
 from breakgraph.tools import chrome_trace, explain, html_page, measure
-from breakgraph.tools.explain_table import ExplanationTable
+from breakgraph.tools.explaining.table import ExplanationTable
 from tests.runner_models import PrefillRig
 
 ROWS, WIDTH = 8, 16

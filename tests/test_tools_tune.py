@@ -35,9 +35,9 @@ from breakgraph.serving import LLM, SamplingParams
 from breakgraph.serving.size_file import checked_size_file, write_sizes
 from breakgraph.statistics import MOST_SIZES, RunnerStatistics
 from breakgraph.tools import LadderFigures, Tuning, from_reports, read_ladder, read_measured, read_sizes, tune
-from breakgraph.tools.tune_costs import Costs, CostUnit, Line
-from breakgraph.tools.tune_plot import save_plot
-from breakgraph.tools.tune_rivals import doubling, doubling_above, every, usual_ladders
+from breakgraph.tools.tuning.costs import Costs, CostUnit, Line
+from breakgraph.tools.tuning.plot import save_plot
+from breakgraph.tools.tuning.rivals import doubling, doubling_above, every, usual_ladders
 from tests.runner_models import DecodeRig, PrefillRig
 from tests.server_rig import OPTIONS, Rig, serving, speaking_model
 from tests.serving_reference import greedy_reference
@@ -316,7 +316,7 @@ def test_the_curve_is_what_tune_finds_for_each_number(eager: dict[int, float] | 
 
 def test_the_curve_of_thinned_sizes_is_above_the_exact_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """For more sizes than can be tried it is near the exact optimum, never below, eager steps included."""
-    monkeypatch.setattr(sys.modules["breakgraph.tools.tune"], "_MOST_CELLS", 5_000)
+    monkeypatch.setattr(sys.modules["breakgraph.tools.tuning.tune"], "_MOST_CELLS", 5_000)
     options: dict[str, Any] = {"step_times": {1: 10, 9000: 9000}, "eager_times": {1: 900, 3000: 3300}}
     rng = random.Random(6)
     tuning = tune({size: rng.randint(1, 9) for size in range(1, 3001, 3)}, max_graphs=4, **options)

@@ -9,6 +9,7 @@ import signal
 import sys
 
 from breakgraph.cli import explain as explain  # these register their commands with the application
+from breakgraph.cli import lint as lint
 from breakgraph.cli import serving as serving
 from breakgraph.cli import tune as tune
 from breakgraph.cli import verify as verify

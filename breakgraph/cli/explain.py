@@ -76,7 +76,7 @@ def explain(
             with progress_bars() as progress:
                 captured = wanted.capture(progress=progress)
             if measure:
-                from breakgraph.tools.explain import explain as measured
+                from breakgraph.tools.explaining.explain import explain as measured
 
                 with captured.rehearsal() as rehearsal:
                     explanation = measured(captured.graph, replay=rehearsal.replay, runs=runs)
@@ -88,7 +88,7 @@ def explain(
 
 def _of_target(target: str, *, runs: int | None) -> Explanation:
     from breakgraph.capture import BreakableCUDAGraph
-    from breakgraph.tools.explain import explain as measured
+    from breakgraph.tools.explaining.explain import explain as measured
     from breakgraph.tools.targets import call_target
 
     found = call_target(target)
@@ -114,7 +114,7 @@ def _show(explanation: Explanation, *, as_json: bool) -> None:
     elif sys.stdout.isatty():
         from rich.console import Console
 
-        from breakgraph.tools.explain_table import ExplanationTable
+        from breakgraph.tools.explaining.table import ExplanationTable
 
         with stdout_errors():
             Console().print(ExplanationTable(explanation))
@@ -123,8 +123,8 @@ def _show(explanation: Explanation, *, as_json: bool) -> None:
 
 
 def _keep(explanation: Explanation, *, html: Path | None, trace: Path | None) -> None:
-    from breakgraph.tools.html import html_page
-    from breakgraph.tools.trace import chrome_trace
+    from breakgraph.tools.explaining.chrome import chrome_trace
+    from breakgraph.tools.explaining.page import html_page
 
     if html is not None:
         html.write_text(html_page(explanation), encoding="utf-8")

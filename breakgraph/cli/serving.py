@@ -187,7 +187,7 @@ def serve(
 
 
 def _ladder(text: str | None, *, option: str) -> tuple[int, ...] | None:
-    from breakgraph.tools.tune_ladder_file import read_ladder
+    from breakgraph.tools.tuning.ladder_file import read_ladder
 
     if text is None:
         return None

@@ -15,7 +15,7 @@ from breakgraph.cli.output import exit_status, raise_on_interrupt, stdout_errors
 from breakgraph.errors import ConfigError
 
 if TYPE_CHECKING:
-    from breakgraph.tools.tune import Tuning
+    from breakgraph.tools.tuning.tune import Tuning
 
 __all__ = ["tune"]
 
@@ -72,10 +72,10 @@ def tune(
 ) -> None:
     """Find the buckets with the least expected cost for the sizes that steps had, and compare them with usual ones."""
     with exit_status():
-        from breakgraph.tools.tune import read_measured, read_sizes
-        from breakgraph.tools.tune import tune as tuned
-        from breakgraph.tools.tune_ladder_file import write_ladder
-        from breakgraph.tools.tune_plot import save_plot
+        from breakgraph.tools.tuning.ladder_file import write_ladder
+        from breakgraph.tools.tuning.plot import save_plot
+        from breakgraph.tools.tuning.tune import read_measured, read_sizes
+        from breakgraph.tools.tuning.tune import tune as tuned
 
         raise_on_interrupt()
         tuning = tuned(
@@ -109,7 +109,7 @@ def _bytes(gib: float) -> int:
 
 
 def _graph_bytes(path: Path | None, *, each: int | None) -> dict[int, float] | int | None:
-    from breakgraph.tools.tune import read_measured
+    from breakgraph.tools.tuning.tune import read_measured
 
     if path is None:
         return each

@@ -14,7 +14,7 @@ from breakgraph.errors import ConfigError
 from breakgraph.models.via import Via
 
 if TYPE_CHECKING:
-    from breakgraph.tools.verification_report import Verification
+    from breakgraph.tools.verifying.report import Verification
 
 __all__ = ["verify"]
 
@@ -65,7 +65,7 @@ def verify(
 
 def _of_target(target: str) -> Verification:
     from breakgraph.tools.targets import call_target
-    from breakgraph.tools.verify import verify as verified
+    from breakgraph.tools.verifying.verify import verify as verified
 
     given = call_target(target)
     if not isinstance(given, Mapping) or not {"forward", "example"} <= given.keys():

@@ -14,8 +14,8 @@ from breakgraph.models.via import Via
 from breakgraph.runner import GraphRunner
 from breakgraph.serving import LLM
 from breakgraph.serving.llm import Progress
-from breakgraph.tools.verification_report import Verification
-from breakgraph.tools.verify import verify_key
+from breakgraph.tools.verifying.report import Verification
+from breakgraph.tools.verifying.verify import verify_key
 from breakgraph.work import Rehearsal
 
 __all__ = ["ModelGraph"]

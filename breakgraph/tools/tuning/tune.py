@@ -16,11 +16,11 @@ import numpy as np
 from breakgraph.bucket_tuning import ladders_by_count, tuned_ladder
 from breakgraph.buckets import Buckets
 from breakgraph.errors import ConfigError
-from breakgraph.tools.tune_costs import Costs, CostUnit, LadderFigures, Line
-from breakgraph.tools.tune_ladder_file import read_ladder
-from breakgraph.tools.tune_reports import MeasuredSteps, from_reports
-from breakgraph.tools.tune_rivals import usual_ladders
-from breakgraph.tools.tune_sizes import read_measured, read_sizes
+from breakgraph.tools.tuning.costs import Costs, CostUnit, LadderFigures, Line
+from breakgraph.tools.tuning.ladder_file import read_ladder
+from breakgraph.tools.tuning.reports import MeasuredSteps, from_reports
+from breakgraph.tools.tuning.rivals import usual_ladders
+from breakgraph.tools.tuning.sizes import read_measured, read_sizes
 
 __all__ = [
     "LadderFigures",

@@ -10,7 +10,7 @@ import torch
 
 from breakgraph.addresses import AddressWatch
 from breakgraph.capture import BreakableCUDAGraph
-from breakgraph.tools.tape import Entry, record
+from breakgraph.tools.verifying.tape import Entry, record
 from breakgraph.verification import Compared, Outcome, StateKeeper
 
 __all__ = ["Case", "plain_attributes"]

@@ -15,10 +15,10 @@ from breakgraph.errors import ConfigError
 from breakgraph.replay_context import eager_step
 from breakgraph.runner import GraphRunner
 from breakgraph.structure import map_leaves
-from breakgraph.tools.case import Case, PythonState, plain_attributes
-from breakgraph.tools.diagnose import diagnose
-from breakgraph.tools.tape import record
-from breakgraph.tools.verification_report import Verification
+from breakgraph.tools.verifying.case import Case, PythonState, plain_attributes
+from breakgraph.tools.verifying.diagnose import diagnose
+from breakgraph.tools.verifying.report import Verification
+from breakgraph.tools.verifying.tape import record
 from breakgraph.verification import Compared, StateKeeper, difference
 
 __all__ = ["verify", "verify_key"]

@@ -51,7 +51,7 @@ def html_page(explanation: Explanation) -> str:
         # "</script>" inside of a name must not end the element.
         "DATA": json.dumps(bars, separators=(",", ":")).replace("<", "\\u003c"),
     }
-    page = resources.files("breakgraph.tools").joinpath("page.html").read_text(encoding="utf-8")
+    page = resources.files("breakgraph.tools.explaining").joinpath("page.html").read_text(encoding="utf-8")
     # Split once, so that what looks like a placeholder in somebody's name stays what it is.
     parts = page.split("@")
     return "".join(values.get(part, part) if index % 2 else part for index, part in _placed(parts, values))

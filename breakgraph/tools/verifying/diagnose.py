@@ -18,9 +18,9 @@ from breakgraph.replay_context import MarkedCall, ReplayContext, observed_calls
 from breakgraph.replay_program import Step, StepKind
 from breakgraph.step_observer import Run, StepObserver
 from breakgraph.structure import flatten, storage_address
-from breakgraph.tools.case import Case, plain_attributes
-from breakgraph.tools.tape import Differs, TapeDifference, tape_difference
-from breakgraph.tools.verification_report import Cause, Diagnosis
+from breakgraph.tools.verifying.case import Case, plain_attributes
+from breakgraph.tools.verifying.report import Cause, Diagnosis
+from breakgraph.tools.verifying.tape import Differs, TapeDifference, tape_difference
 from breakgraph.verification import Outcome, difference, live_leaves
 
 __all__ = ["diagnose"]

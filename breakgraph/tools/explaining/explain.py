@@ -9,7 +9,7 @@ import attrs
 
 from breakgraph.capture import BreakableCUDAGraph
 from breakgraph.explanation import Advice, Explanation
-from breakgraph.tools.measure import measure
+from breakgraph.tools.explaining.measure import measure
 
 __all__ = ["explain"]
 

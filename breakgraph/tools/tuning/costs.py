@@ -11,7 +11,7 @@ import attrs
 
 from breakgraph.buckets import Buckets
 from breakgraph.errors import ConfigError
-from breakgraph.tools.tune_sizes import MOST_COUNT, MOST_ROWS
+from breakgraph.tools.tuning.sizes import MOST_COUNT, MOST_ROWS
 
 __all__ = ["CostUnit", "Costs", "LadderFigures", "Line"]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from breakgraph.errors import ConfigError
-from breakgraph.tools.tune import Tuning
-from breakgraph.tools.tune_costs import CostUnit, LadderFigures
+from breakgraph.tools.tuning.costs import CostUnit, LadderFigures
+from breakgraph.tools.tuning.tune import Tuning
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,0 +1,1 @@
+"""What of a forward could not be captured, or would be wrong at a replay?"""

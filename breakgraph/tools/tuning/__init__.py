@@ -1,0 +1,1 @@
+"""Which buckets suit the sizes that steps had?"""

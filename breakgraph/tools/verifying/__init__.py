@@ -1,0 +1,1 @@
+"""Is a replay what eager computes, and if not, where and why not?"""
