@@ -498,6 +498,68 @@ def served_models() -> str:
     return f'{{\n{head},\n"models": {{\n' + ",\n".join(lines) + "\n}\n}\n"
 
 
+def explained() -> str:
+    """What `explain` says of graphs, beside the graph's own counts."""
+    return _table(
+        (
+            "graph",
+            "segments",
+            "breaks",
+            "kernels",
+            "of breaks",
+            "replay, host us",
+            "device us",
+            "steps, host us",
+            "device us",
+            "explain, s",
+            "page, kB",
+        ),
+        (
+            (
+                row["graph"],
+                _agrees(row["segments"]),
+                _agrees(row["breaks"]),
+                _agrees(row["kernels"]),
+                row["kernels_of_breaks"],
+                f"{row['replay_host_us']:.0f}",
+                f"{row['replay_device_us']:.0f}",
+                f"{row['steps_host_us']:.0f}",
+                f"{row['steps_device_us']:.0f}",
+                f"{row['seconds_measured']:.1f}",
+                f"{row['page_bytes'] / 1000:.0f}",
+            )
+            for row in _read("explained_h200.json")["rows"]
+        ),
+    )
+
+
+def _agrees(counts: list[int]) -> str:
+    said, own = counts
+    return str(said) if said == own else f"{said}, but {own}"
+
+
+def server_speed() -> str:
+    """Requests through HTTP and through the engine."""
+    results = _read("server_speed_h200.json")
+    new = results["new"]
+    return _table(
+        ("requests", "answers", "seconds", "tokens/s", "first ms", "last ms", "chunks", "engine alone, tokens/s"),
+        (
+            (
+                row["requests"],
+                "streamed" if row["streamed"] else "whole",
+                f"{row['seconds']:.2f}",
+                f"{row['tokens_per_s']:.0f}",
+                f"{row['first_ms']:.0f}",
+                f"{row['last_ms']:.0f}",
+                row["chunks"],
+                f"{row['requests'] * new / row['engine_seconds']:.0f}",
+            )
+            for row in results[next(key for key in ("cases", "rows") if key in results)]
+        ),
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
@@ -521,6 +583,8 @@ TABLES: dict[str, Callable[[], str]] = {
         serving_first,
         serving_decode,
         decode_kernels,
+        explained,
+        server_speed,
     )
 }
 
