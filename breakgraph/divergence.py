@@ -26,8 +26,17 @@ from breakgraph.step_observer import Run, StepObserver
 from breakgraph.structure import flatten
 from breakgraph.verification import Compared, Outcome, StateKeeper, difference, leaf_difference
 
-__all__ = ["Divergence", "PoisonedAllocations", "first_divergence", "first_eager_divergence", "step_in_words"]
+__all__ = [
+    "NO_ALLOCATION",
+    "Divergence",
+    "PoisonedAllocations",
+    "first_divergence",
+    "first_eager_divergence",
+    "step_in_words",
+]
 
+NO_ALLOCATION = -1
+"""Of `PoisonedAllocations`: no allocation gets poison, all get zeros."""
 _PLAIN = (int, float, bool, complex, str, bytes, type(None))
 _STATE_BYTES = 64 << 20
 
@@ -272,7 +281,7 @@ class PoisonedAllocations(TorchDispatchMode):
     """Fills what a forward allocates without values: with NaN (integers: -1 bits), or zeros.
 
     Args:
-        only: The number of the one allocation that gets poison, where the others get zeros; None: all of them get it, -1: none.
+        only: The number of the one allocation that gets poison, where the others get zeros; None: all of them get it.
 
     Attributes:
         lines: Where each allocation was asked for.

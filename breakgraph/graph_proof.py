@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import attrs
 import torch
 
-from breakgraph.divergence import first_divergence
+from breakgraph.divergence import NO_ALLOCATION, PoisonedAllocations, first_divergence
 from breakgraph.graph_builder import GraphBuilder
 from breakgraph.staging import Staged
 from breakgraph.static_buffers import Extent
@@ -83,6 +83,9 @@ class GraphProof(Generic[K]):
     ) -> tuple[Any, str | None]:
         """Compare the replay of a step with its eager twin, then run the one that may be trusted.
 
+        The replay that is compared finds poison where segments allocate without values, as in the proof before: what it reads
+        there it must have written.
+
         Args:
             captured: The graph.
             live: Live data of the step.
@@ -99,15 +102,23 @@ class GraphProof(Generic[K]):
         def replay() -> Any:
             return self._builder.replay(captured, live=live, real=real, staged=staged)
 
+        def poisoned() -> Any:
+            self._builder.pool.backend.poison_unwritten()
+            return replay()
+
         def eager() -> Any:
-            with self._builder.pool.used_by(f"the proof of a step of {captured.target.where}"):
+            # Zeros where the replay finds poison: otherwise both may find the same bits there, by chance.
+            with (
+                PoisonedAllocations(only=NO_ALLOCATION),
+                self._builder.pool.used_by(f"the proof of a step of {captured.target.where}"),
+            ):
                 self._builder.commit(captured.target, live, staged)
                 return captured.outputs.cut(self._builder.eager(captured.target, live, real=real), real)
 
         with torch.no_grad():
             with self._builder.pool.used_by(f"the proof of a step of {captured.target.where}"):
                 pass  # refused here, before the state of a step that is running is saved and put back
-            verdict = self._judge(captured, replay, eager)
+            verdict = self._judge(captured, poisoned, eager)
             return (replay() if verdict.mismatch is None else eager()), verdict.mismatch
 
     def _judge(
@@ -151,9 +162,12 @@ class GraphProof(Generic[K]):
         """What is wrong with the real rows of a padded step, and why that cannot be said."""
         where = f"with {real.tokens} of {captured.target.extent.tokens} rows"
         self._builder.pool.backend.poison_unwritten()
-        replay, eager = (
-            partial(run, captured, example, real) for run in (self._builder.replay_example, self._builder.twin)
-        )
+        replay = partial(self._builder.replay_example, captured, example, real)
+
+        def eager() -> Any:
+            with PoisonedAllocations(only=NO_ALLOCATION):  # zeros: see run_proven
+                return self._builder.twin(captured, example, real)
+
         try:
             verdict = self._judge(captured, replay, eager, compared=Compared.RESULT)
         except Exception as error:

@@ -156,8 +156,7 @@ class GraphRunner(abc.ABC, Generic[K]):
     def capture_window(self) -> AbstractContextManager[None]:
         """Allow capture inside a `with` block; garbage is collected once and collection is off inside.
 
-        Returns:
-            The context manager. The window closes whatever happens inside.
+        The window closes whatever happens inside.
         """
         return self._window.open()
 
@@ -248,7 +247,7 @@ class GraphRunner(abc.ABC, Generic[K]):
         """Run every step that is launched inside a `with` block eagerly, at the padded shape and in the buffers of its graph.
 
         Args:
-            reason: What the steps are counted under.
+            reason: What it is counted under.
         """
         return self._gates.launch_eagerly(reason)
 
@@ -365,12 +364,13 @@ class GraphRunner(abc.ABC, Generic[K]):
         self._check_addresses(captured, live)
         if self._policy.verify is Verify.ALWAYS:
             output, mismatch = GraphProof(builder).run_proven(captured, live=live, real=real, staged=staged)
+            self.statistics.compared += 1
             if mismatch is not None:
                 return self._drop(captured, output=own(output), mismatch=mismatch, real=real)
         else:
             output = builder.replay(captured, live=live, real=real, staged=staged)
-        padded = target.extent.tokens
-        self.statistics.count_replay(target.key, real=real.tokens, padded=padded, size=self._rounded(real))
+        size, padded = self._rounded(real), target.extent.tokens
+        self.statistics.count_replay(target.key, real=real.tokens, padded=padded, size=size)
         return Result(own(output) if copy else output, True, target.key, None)
 
     def _check_addresses(self, captured: CapturedKey[K], live: Mapping[str, Any]) -> None:

@@ -86,6 +86,7 @@ class RunnerStatistics:
         padded_rows: Rows of all replays, padding included.
         eager_rows: Rows of all eager steps.
         replays_by_key: Replays of each graph.
+        compared: Steps that were compared with eager before their result was returned (`verify="always"`).
         sizes: Steps by their real size, replays and eager ones: what was rounded up to a bucket, or would have been. Tokens
             of a prefill step, requests of a decode step. At most `MOST_SIZES` of them; an idle rank's step has none.
         reports: How the capture of each key went.
@@ -97,6 +98,7 @@ class RunnerStatistics:
     padded_rows: int = 0
     eager_rows: int = 0
     replays_by_key: Counter[Hashable] = attrs.field(factory=Counter)
+    compared: int = 0
     sizes: Counter[int] = attrs.field(factory=Counter)
     reports: dict[Hashable, KeyReport] = attrs.field(factory=dict)
 
@@ -150,7 +152,7 @@ class RunnerStatistics:
 
     def reset(self) -> None:
         """Set the counters of steps to zero; reports of the capture stay."""
-        self.replays = self.real_rows = self.padded_rows = self.eager_rows = 0
+        self.replays = self.real_rows = self.padded_rows = self.eager_rows = self.compared = 0
         self.eager.clear()
         self.replays_by_key.clear()
         self.sizes.clear()

@@ -13,7 +13,7 @@ import torch
 from breakgraph.break_function import eager_on_graph
 from breakgraph.buckets import Buckets
 from breakgraph.errors import ConcurrentReplayError, ConfigError, LiveDataError, NoGraphError, ReplayError
-from breakgraph.graph_key import GraphKey
+from breakgraph.graph_key import GraphKey, PrefillKey
 from breakgraph.prefill_runner import Example, PrefillRunner
 from breakgraph.static_buffers import TOKENS, StaticInput
 from breakgraph.statistics import Reason
@@ -199,6 +199,42 @@ def test_verify_always_runs_each_break_three_times(device: torch.device) -> None
     calls.clear()
     assert runner.run(ids(1), size=4).output.tolist() == [3.0] * 4
     assert len(calls) == 3
+    assert (runner.statistics.compared, runner.statistics.replays) == (1, 1)
+
+
+def test_verify_always_finds_rows_that_nobody_wrote(device: torch.device) -> None:
+    """verify="always": a padded step whose break leaves rows as they were is found, where no padded step was proven."""
+
+    @eager_on_graph(rows=("x", "out"))
+    def fill(x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(x)
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        x = ids[:, None].expand(-1, 2) * 1.0
+        out = torch.empty_like(x)
+        fill(x, out)
+        return out.sum(0, keepdim=True) + x
+
+    def example(key: PrefillKey) -> Example:
+        if key.tokens < 4:
+            raise LookupError("so that no padded step is proven at capture")
+        return Example({"ids": torch.randn(key.tokens)})
+
+    runner = PrefillRunner(
+        forward,
+        inputs=[StaticInput("ids", shape=(TOKENS,), dtype=torch.float32)],
+        buckets=Buckets.of([4]),
+        example=example,
+        device=device,
+        verify="always",
+        measure="never",
+    )
+    with runner.capture_window():
+        runner.capture()
+    assert not runner.dropped
+    step = {"ids": torch.ones(2)}
+    assert not runner.run(step, size=2).replayed
+    assert "differs from eager" in runner.dropped[PrefillKey(4)]
 
 
 def test_autocast_of_the_capture_is_not_that_of_an_eager_step(device: torch.device) -> None:

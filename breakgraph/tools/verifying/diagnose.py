@@ -12,7 +12,7 @@ import attrs
 import torch
 
 from breakgraph.break_function import BreakSpec
-from breakgraph.divergence import Divergence, PoisonedAllocations, first_eager_divergence
+from breakgraph.divergence import NO_ALLOCATION, Divergence, PoisonedAllocations, first_eager_divergence
 from breakgraph.errors import MovedBufferError
 from breakgraph.replay_context import MarkedCall, ReplayContext, observed_calls
 from breakgraph.replay_program import Step, StepKind
@@ -50,7 +50,7 @@ _Found = Diagnosis | None
 
 def _eager_differs(case: Case, divergence: Divergence | None, expected: Outcome) -> _Found:
     """Eager differs from itself: it draws, races, or begins from a state that nobody puts back."""
-    with PoisonedAllocations(only=_NONE):  # what is not written must not look like chance
+    with PoisonedAllocations(only=NO_ALLOCATION):  # what is not written must not look like chance
         first, *again = [case.outcome_of_eager() for _ in range(_TIMES)]
     unequal = next((text for one in again if (text := difference(one, first)) is not None), None)
     if unequal is None:
@@ -182,11 +182,11 @@ def _reads_unwritten(case: Case, divergence: Divergence | None, expected: Outcom
         with PoisonedAllocations(only=only):
             return case.outcome_of_eager()
 
-    clean = run(_NONE)
+    clean = run(NO_ALLOCATION)
     unequal = difference(run(None), clean)
     if unequal is None:
         return None
-    with PoisonedAllocations(only=_NONE) as allocations:
+    with PoisonedAllocations(only=NO_ALLOCATION) as allocations:
         case.outcome_of_eager()
     guilty = next((at for at in range(len(allocations.lines)) if difference(run(at), clean) is not None), None)
     line = "" if guilty is None else allocations.lines[guilty]
@@ -207,7 +207,7 @@ def _reads_unwritten(case: Case, divergence: Divergence | None, expected: Outcom
             return case.eager_run()
 
     def zeroed() -> object:
-        with PoisonedAllocations(only=_NONE):
+        with PoisonedAllocations(only=NO_ALLOCATION):
             return case.eager_run()
 
     first = first_eager_divergence(case.graph, keeper=case.keeper, one=poisoned, other=zeroed)
@@ -217,10 +217,6 @@ def _reads_unwritten(case: Case, divergence: Divergence | None, expected: Outcom
         line,
         step=None if first is None else first.step,
     )
-
-
-_NONE = -1
-"""No allocation is poisoned: all are zeros."""
 
 
 class _Tails(StepObserver):
