@@ -16,7 +16,7 @@ UNKNOWN_LINE = "an unknown line"
 
 _PACKAGE = Path(__file__).resolve().parent
 _OURS = (_PACKAGE, _PACKAGE / "backends")
-_TOOLS = _PACKAGE / "tools"
+_ABOVE = (_PACKAGE / "tools", _PACKAGE / "cli")
 _TORCH = Path(torch.__file__).resolve().parent
 _TYPED_IN = ("<string>", "<stdin>", "<ipython")
 """Code that was typed in has no file; all else in angle brackets was generated."""
@@ -31,7 +31,11 @@ def _is_ours(filename: str) -> bool:
     if _TORCH in path.parents:
         return True
     # contextlib and functools carry decorators and context managers; they are nobody's line.
-    return path.parent in _OURS or _TOOLS in path.parents or path.name in ("contextlib.py", "functools.py")
+    return (
+        path.parent in _OURS
+        or any(folder in path.parents for folder in _ABOVE)
+        or path.name in ("contextlib.py", "functools.py")
+    )
 
 
 def user_line() -> str:

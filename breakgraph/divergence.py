@@ -7,38 +7,22 @@ running a part of the graph was rejected: values also pass a break beside its ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from breakgraph.backends.emulated_rules import UNINITIALISED, fill_with_poison
-from breakgraph.break_function import BreakSpec
-from breakgraph.call_site import user_line
-from breakgraph.copy_back import LeafKind
-from breakgraph.fingerprints import fingerprint
+from breakgraph.glances import Glances, Place, PoisonedAllocations, Replayed, Seen, When, argument_leaves, run_eagerly
 from breakgraph.graph import BreakableCUDAGraph
-from breakgraph.replay_context import MarkedCall, ReplayContext, current_frame, observed_calls
-from breakgraph.replay_program import BreakCall, Step, StepKind
-from breakgraph.step_observer import Run, StepObserver
-from breakgraph.structure import flatten
-from breakgraph.verification import Compared, Outcome, StateKeeper, difference, leaf_difference
+from breakgraph.replay_program import Step, StepKind
+from breakgraph.verification import Compared, Outcome, StateKeeper, difference, leaf_difference, same_value
 
-__all__ = [
-    "NO_ALLOCATION",
-    "Divergence",
-    "PoisonedAllocations",
-    "first_divergence",
-    "first_eager_divergence",
-    "step_in_words",
-]
+__all__ = ["NEXT_BREAK", "Divergence", "first_divergence", "first_eager_divergence", "step_in_words"]
 
-NO_ALLOCATION = -1
-"""Of `PoisonedAllocations`: no allocation gets poison, all get zeros."""
-_PLAIN = (int, float, bool, complex, str, bytes, type(None))
 _STATE_BYTES = 64 << 20
+NEXT_BREAK = "the next break"
+"""Of a `Divergence`: what differs is which break is called next."""
 
 
 @attrs.frozen
@@ -88,16 +72,16 @@ def first_divergence(
     breaks = _breaks(graph)
     numbers = {step.order: number for number, step in enumerate(breaks)}
 
-    def replayed(glances: _Glances) -> Outcome:
+    def replayed(glances: Glances) -> Outcome:
         glances.names = [step.name for step in breaks]
-        with graph.observed(_Replayed(glances, numbers)):
+        with graph.observed(Replayed(glances, numbers)), PoisonedAllocations():
             return keeper.outcome(replay, compared=compared)
 
-    def run_eagerly(glances: _Glances) -> Outcome:
+    def run_twin(glances: Glances) -> Outcome:
         with PoisonedAllocations():
-            return _run_eagerly(keeper, eager, glances, compared=compared)
+            return run_eagerly(keeper, eager, glances, compared=compared)
 
-    return _first(graph, breaks, replayed, run_eagerly, state=_small_state(keeper) if compared is Compared.ALL else ())
+    return _first(graph, breaks, replayed, run_twin, state=_small_state(keeper) if compared is Compared.ALL else ())
 
 
 def first_eager_divergence(
@@ -114,8 +98,8 @@ def first_eager_divergence(
     return _first(
         graph,
         _breaks(graph),
-        lambda glances: _run_eagerly(keeper, one, glances),
-        lambda glances: _run_eagerly(keeper, other, glances),
+        lambda glances: run_eagerly(keeper, one, glances),
+        lambda glances: run_eagerly(keeper, other, glances),
         state=_small_state(keeper),
     )
 
@@ -133,227 +117,80 @@ def _breaks(graph: BreakableCUDAGraph) -> list[Step]:
 def _first(
     graph: BreakableCUDAGraph,
     breaks: list[Step],
-    run_ours: Callable[[_Glances], Outcome],
-    run_theirs: Callable[[_Glances], Outcome],
+    run_ours: Callable[[Glances], Outcome],
+    run_theirs: Callable[[Glances], Outcome],
     *,
     state: tuple[torch.Tensor, ...],
 ) -> Divergence | None:
-    ours, theirs = _Glances(state), _Glances(state)
-    replayed, expected = run_ours(ours), run_theirs(theirs)
-    place = _first_place(ours, theirs, names=ours.names)
+    hoisted = frozenset(number for number, step in enumerate(breaks) if step.kind is StepKind.HOISTED)
+    theirs = Glances(state, hoisted=hoisted)
+    expected = run_theirs(theirs)  # first, since it tells what nobody has written
+    ours = Glances(state, hoisted=hoisted, unwritten=theirs.unwritten)
+    replayed = run_ours(ours)
+    place = _first_place(ours, theirs)
     if place is None:
         found = difference(replayed, expected)
         return None if found is None else _behind_all(graph, breaks, found)
     number, when, path = place
-    if path is _OTHER_BREAK:
+    if path is NEXT_BREAK:
         met = theirs.names[number] if number < len(theirs.names) else "none"
         text = f"the graph has break {breaks[number].name!r}" if number < len(breaks) else "the graph has no break"
-        return _divergence(graph, breaks, number, "before", "the next break", f"{text} where eager meets {met!r}")
-    ours, theirs = (_Glances(state, kept=(number, when, path)) for _ in range(2))
-    run_ours(ours)
-    run_theirs(theirs)
-    text = leaf_difference(ours.copy, theirs.copy, None) or "it differed in one run and not in the next"
-    name = breaks[number].name
+        return _divergence(graph, breaks, number, "before", NEXT_BREAK, f"{text} where eager meets {met!r}")
+    name, mine, other = breaks[number].name, ours.seen[number, when].get(path), theirs.seen[number, when].get(path)
+    if not isinstance(mine, Seen) or not isinstance(other, Seen):
+        text = f"{_in_short(mine)} against {_in_short(other)}"
+        return _divergence(graph, breaks, number, "after", f"{path} of break '{name}'", text)
+    again, twin = (Glances(state, hoisted=hoisted, unwritten=theirs.unwritten, kept=place) for _ in range(2))
+    run_theirs(twin)
+    run_ours(again)
+    text = leaf_difference(again.copy, twin.copy, None) or "it differed in one run and not in the next"
+    if path.startswith("state"):
+        return _divergence(graph, breaks, number, when, path, text)
+    if when == "before" and mine.address != other.address and _is_from_outside(graph, breaks[number], path):
+        return _divergence(graph, breaks, number, "after", f"{path} of break '{name}'", text)
     what = f"{path} of break '{name}'" if when == "before" else f"what break '{name}' left in {path}"
-    own = (
-        "after" if not isinstance(theirs.copy, torch.Tensor) else when
-    )  # a plain argument is baked into the break's own call
-    return _divergence(graph, breaks, number, own, path if path.startswith("state") else what, text)
+    return _divergence(graph, breaks, number, when, what, text)
 
 
-_OTHER_BREAK = "another break"
-_UNWRITTEN = "not written yet"
-_When = str  # "before" or "after" a break
-
-
-class _Glances:
-    """What one run shows at its breaks, in order.
-
-    Args:
-        state: Tensors that are looked at besides the arguments.
-        kept: The one place of which a copy is kept, and nothing else is looked at.
-
-    Attributes:
-        is_eager: The run is the eager twin, in which what is not written is poison.
-        names: Of the breaks.
-        seen: (number of the break, "before" or "after") -> path -> fingerprint or plain value.
-        copy: What lies at `kept`.
-    """
-
-    def __init__(self, state: tuple[torch.Tensor, ...], *, kept: tuple[int, _When, str] | None = None) -> None:
-        self.is_eager = False
-        self.names: list[str] = []
-        self.seen: dict[tuple[int, _When], dict[str, Any]] = {}
-        self.copy: Any = None
-        self._state = state
-        self._kept = kept
-
-    def look(self, number: int, when: _When, leaves: Iterable[tuple[str, Any]], context: ReplayContext) -> None:
-        """Note what a break receives or leaves.
-
-        Args:
-            number: Of the break, in the order of the capture.
-            when: "before" or "after" it.
-            leaves: Paths and leaves.
-            context: Row counts of the step.
-        """
-        state = ((f"state[{index}]", tensor) for index, tensor in enumerate(self._state))
-        if self._kept is not None:
-            if (number, when) == self._kept[:2]:
-                for path, leaf in (*leaves, *state):
-                    if path == self._kept[2]:
-                        self.copy = _real_rows(leaf, context).clone() if isinstance(leaf, torch.Tensor) else leaf
-            return
-        found = self.seen.setdefault((number, when), {})
-        for path, leaf in (*leaves, *state):
-            if isinstance(leaf, torch.Tensor):
-                rows = _real_rows(leaf, context)
-                # What nobody has written yet may hold anything: a break is about to fill it.
-                unwritten = when == "before" and self.is_eager and _is_poison(rows)
-                found[path] = _UNWRITTEN if unwritten else (tuple(rows.shape), rows.dtype, fingerprint(rows))
-            elif isinstance(leaf, _PLAIN):
-                found[path] = leaf
-
-
-def _is_poison(tensor: torch.Tensor) -> bool:
-    if not tensor.numel() or tensor.dtype is torch.bool or tensor.layout is not torch.strided:
+def _is_from_outside(graph: BreakableCUDAGraph, step: Step, path: str) -> bool:
+    """Whether a break was bound to a tensor that neither a segment nor a break made: each replay passes that of the capture."""
+    call, pool = step.call, graph.pool
+    if call is None or pool is None:
         return False
-    return bool((tensor.isnan() if tensor.is_floating_point() else tensor == -1).all())
+    for at, leaf in argument_leaves(call.spec, tuple(call.bound.args), call.bound.kwargs):
+        if at == path and isinstance(leaf, torch.Tensor):
+            return not pool.backend.made_by_a_segment(leaf) and not pool.arena.holds(leaf)
+    return False
 
 
-def _real_rows(tensor: torch.Tensor, context: ReplayContext) -> torch.Tensor:
-    """Without rows of padding, where the first axis is as long as the captured rows: their values are nobody's."""
-    valid, padded = context.valid_rows, context.padded_rows
-    if valid is None or valid == padded or not tensor.dim() or tensor.shape[0] != padded:
-        return tensor
-    return tensor[:valid]
+def _in_short(value: Any) -> str:
+    return "a tensor" if isinstance(value, Seen) else "nothing there" if value is None else repr(value)
 
 
-class _Replayed(StepObserver):
-    """Looks at the breaks of a replay.
-
-    Args:
-        glances: Where it is noted.
-        numbers: Order of a step in the capture -> number of the break.
-    """
-
-    def __init__(self, glances: _Glances, numbers: Mapping[int, int]) -> None:
-        self._glances = glances
-        self._numbers = numbers
-
-    def wrap(self, step: Step, *, index: int, run: Run) -> Run:
-        """Look before and after a break."""
-        call = step.call
-        if call is None:
-            return run
-        number = self._numbers[step.order]
-
-        def looked_at() -> Any:
-            self._glances.look(number, "before", _received(call), call.context)
-            status = run()
-            self._glances.look(number, "after", (*_received(call), *_left(call)), call.context)
-            return status
-
-        return looked_at
-
-
-def _run_eagerly(
-    keeper: StateKeeper, eager: Callable[[], Any], glances: _Glances, *, compared: Compared = Compared.ALL
-) -> Outcome:
-    glances.is_eager = True
-
-    def around(call: MarkedCall, args: tuple[Any, ...], kwargs: dict[str, Any], context: ReplayContext) -> Any:
-        assert isinstance(call, BreakSpec)
-        number = len(glances.names)
-        glances.names.append(call.name)
-        given = list(_arguments(call, args, kwargs))
-        glances.look(number, "before", given, context)
-        result = call.call(args, kwargs)
-        returned = [(f"return{path}", leaf) for path, leaf in flatten(result)[0]]
-        glances.look(number, "after", (*given, *returned), context)
-        return result
-
-    with observed_calls(around):
-        return keeper.outcome(eager, compared=compared)
-
-
-class PoisonedAllocations(TorchDispatchMode):
-    """Fills what a forward allocates without values: with NaN (integers: -1 bits), or zeros.
-
-    Args:
-        only: The number of the one allocation that gets poison, where the others get zeros; None: all of them get it.
-
-    Attributes:
-        lines: Where each allocation was asked for.
-    """
-
-    def __init__(self, *, only: int | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.lines: list[str] = []
-        self._only = only
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func.overloadpacket in UNINITIALISED and current_frame() is not None:
-            if self._only is None or self._only == len(self.lines):
-                fill_with_poison(result)
-            else:
-                result.zero_()
-            self.lines.append(user_line())
-        return result
-
-
-def _received(call: BreakCall) -> Iterable[tuple[str, Any]]:
-    bound = call.arguments()
-    return _arguments(call.spec, tuple(bound.args), bound.kwargs)
-
-
-def _arguments(spec: BreakSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
-    """Leaves of a call's arguments under the names of the parameters, live data aside."""
-    parameters = list(spec.signature.parameters) if spec.signature is not None else []
-    named = [(parameters[i] if i < len(parameters) else f"argument {i}", value) for i, value in enumerate(args)]
-    for name, value in (*named, *kwargs.items()):
-        if name not in spec.live and not isinstance(value, torch.nn.Module):
-            for path, leaf in flatten(value)[0]:
-                yield f"argument {name}{path}" if not name.startswith("argument ") else name + path, leaf
-
-
-def _left(call: BreakCall) -> Iterable[tuple[str, Any]]:
-    context = call.context
-    rows = context.valid_rows if context.valid_rows is not None and call.rows is not None else None
-    rows = None if rows is None or call.rows is None or rows >= call.rows else rows
-    for leaf in call.contract.leaves:
-        value = leaf.captured if leaf.kind is LeafKind.VALUE else leaf.expected(rows)
-        yield f"return{leaf.path}", value
-
-
-def _first_place(ours: _Glances, theirs: _Glances, *, names: list[str]) -> tuple[int, _When, str] | None:
-    for number in range(max(len(names), len(theirs.names))):
-        if names[number : number + 1] != theirs.names[number : number + 1]:
-            return number, "before", _OTHER_BREAK
+def _first_place(ours: Glances, theirs: Glances) -> Place | None:
+    for number in range(max(len(ours.names), len(theirs.names))):
+        if ours.names[number : number + 1] != theirs.names[number : number + 1]:
+            return number, "before", NEXT_BREAK
         for when in ("before", "after"):
             mine, other = ours.seen[number, when], theirs.seen[number, when]
-            unequal = [path for path in mine if path in other and not _same(mine[path], other[path])]
+            unequal = [path for path in {**mine, **other} if not _same(mine, other, path)]
             if unequal:
-                # A tensor is the work of a segment, and comes first; a plain argument is baked into the break's own call.
-                return number, when, next((path for path in unequal if isinstance(mine[path], tuple)), unequal[0])
+                # A tensor is the work of a segment, and comes first; another argument is baked into the break's own call.
+                return number, when, next((path for path in unequal if isinstance(mine.get(path), Seen)), unequal[0])
     return None
 
 
-def _same(one: Any, other: Any) -> bool:
-    if one is _UNWRITTEN or other is _UNWRITTEN:
-        return True
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        if one[:2] != other[:2]:
-            return False
-        return one[2] is other[2] or (one[2] is not None and other[2] is not None and bool(one[2] == other[2]))
-    return type(one) is type(other) and bool(one == other or (one != one and other != other))
+def _same(mine: Mapping[str, Any], other: Mapping[str, Any], path: str) -> bool:
+    if path not in mine or path not in other:
+        return path.startswith("return")  # the contract of a break looks after what it returns
+    one, twin = mine[path], other[path]
+    if isinstance(one, Seen) and isinstance(twin, Seen):
+        return one.equals(twin)
+    return not isinstance(one, Seen) and not isinstance(twin, Seen) and same_value(one, twin)
 
 
 def _divergence(
-    graph: BreakableCUDAGraph, breaks: list[Step], number: int, when: _When, tensor: str, text: str
+    graph: BreakableCUDAGraph, breaks: list[Step], number: int, when: When, tensor: str, text: str
 ) -> Divergence:
     """Name the step: the break itself, or the segment before it, where there is one."""
     steps = graph.steps

@@ -5,6 +5,7 @@ Plain data and plain text. Tables for terminals, pages and traces are made from 
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -196,11 +197,16 @@ class Explanation:
         Args:
             step: One of `steps`.
         """
+        device_us, launches = self._whole
         if step.time is not None:
-            total = sum(other.time.device_us for other in self.steps if other.time is not None)
-            return step.time.device_us / total if total else None
-        total = sum(other.launches or 0 for other in self.segments)
-        return step.launches / total if step.launches and total and step.kind is StepKind.SEGMENT else None
+            return step.time.device_us / device_us if device_us else None
+        return step.launches / launches if step.launches and launches and step.kind is StepKind.SEGMENT else None
+
+    @functools.cached_property
+    def _whole(self) -> tuple[float, int]:
+        """Device time of all steps, kernels of all segments."""
+        times = [step.time.device_us for step in self.steps if step.time is not None]
+        return sum(times), sum(step.launches or 0 for step in self.segments)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

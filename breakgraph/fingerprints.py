@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["fingerprint"]
+__all__ = ["fingerprint", "is_marked", "mark"]
 
 _CHUNK = 1 << 22  # words: 32 MiB at a time
 _GOLDEN = -7046029254386353131  # 2**64 divided by the golden ratio, as a signed number
@@ -36,3 +36,52 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor | None:
             weight = torch.arange(start + 1, start + 1 + part.numel(), device=tensor.device) * _GOLDEN
             total += (part * ((weight ^ (weight >> 29)) | 1)).sum()
         return total
+
+
+# A NaN that no arithmetic makes, in every float of two bytes or more: where it lies, nobody has written.
+_MARKS = {
+    2: (torch.int16, 0x7FFE),
+    4: (torch.int32, 0x7FFEFEFE),
+    8: (torch.int64, 0x7FFEFEFEFEFEFEFE),
+}
+
+
+def mark(tensor: torch.Tensor) -> None:
+    """Fill a tensor with a NaN that arithmetic does not make; integers with ones, since -1 as an index ends a CUDA context.
+
+    Args:
+        tensor: Any strided tensor; floats of one byte get zeros.
+    """
+    words = _words(tensor)
+    if words is not None:
+        words.fill_(_MARKS[words.element_size()][1])
+    elif not tensor.is_quantized and not tensor.is_floating_point():
+        tensor.fill_(tensor.dtype is not torch.bool)
+    elif not tensor.is_quantized:
+        tensor.zero_()
+
+
+def is_marked(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Which elements still hold what `mark` filled in.
+
+    Args:
+        tensor: Any tensor.
+
+    Returns:
+        Booleans of its shape; None for a dtype that has no mark.
+    """
+    words = _words(tensor)
+    if words is None:
+        return None
+    found = words == _MARKS[words.element_size()][1]
+    return found.any(dim=-1) if tensor.is_complex() else found
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor | None:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return None
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if not tensor.is_floating_point() or tensor.element_size() not in _MARKS:
+        return None
+    return tensor.view(_MARKS[tensor.element_size()][0])

@@ -336,13 +336,13 @@ class BreakableCUDAGraph:
         Yields:
             Nothing.
         """
-        before = self._observers
-        self._observers = (*before, *observers)
+        self._observers = (*self._observers, *observers)
         self._rebind()
         try:
             yield
-        finally:
-            self._observers = before
+        finally:  # blocks of other threads may end in another order
+            ours = {id(observer) for observer in observers}
+            self._observers = tuple(observer for observer in self._observers if id(observer) not in ours)
             self._rebind()
 
     def _rebind(self) -> None:

@@ -62,10 +62,9 @@ def _hoisting(steps: Sequence[StepExplained], hoistable: Mapping[int, str]) -> I
             by_name.setdefault(step.name, []).append(step)
     for name, group in by_name.items():
         yield Advice(
-            f"hoist break '{name}' ({_places(group)}; hoist=True): it receives {hoistable[group[0].index]}, so where no segment "
-            "writes what it reads, it can run before the first launch, and the host's work is not between two segments",
+            f"hoist break '{name}' ({_places(group)}; hoist=True): it receives {hoistable[group[0].index]}, so where no other "
+            f"step writes what it reads, its work{_took(group)} can be done before the first launch and not between two segments",
             tuple(step.index for step in group),
-            _host(group),
         )
 
 
@@ -115,6 +114,6 @@ def _places(steps: Sequence[StepExplained], *, most: int = 4) -> str:
     return f"step{'s' if len(steps) > 1 else ''} {shown}{more}"
 
 
-def _host(steps: Iterable[StepExplained]) -> float | None:
+def _took(steps: Iterable[StepExplained]) -> str:
     times = [step.time.host_us for step in steps if step.time is not None]
-    return sum(times) if times else None
+    return f", {sum(times):.1f} us of the host a replay," if times else ""

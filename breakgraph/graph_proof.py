@@ -10,7 +10,8 @@ from typing import Any, Generic, TypeVar
 import attrs
 import torch
 
-from breakgraph.divergence import NO_ALLOCATION, PoisonedAllocations, first_divergence
+from breakgraph.divergence import first_divergence
+from breakgraph.glances import NO_ALLOCATION, PoisonedAllocations
 from breakgraph.graph_builder import GraphBuilder
 from breakgraph.staging import Staged
 from breakgraph.static_buffers import Extent

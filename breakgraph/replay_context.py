@@ -119,6 +119,11 @@ class Frame(abc.ABC):
         """True while device work of this thread is being recorded."""
         return False
 
+    @property
+    def is_in_break(self) -> bool:
+        """True in an eager step while a marked function runs, its rows being cut before and padded behind it included."""
+        return False
+
     @abc.abstractmethod
     def on_marked_call(self, call: MarkedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle a call of a marked function and return what the caller goes on with."""
@@ -170,6 +175,11 @@ class _EagerFrame(Frame):
     def __init__(self, context: ReplayContext) -> None:
         self.context = context
         self._in_break = False
+
+    @property
+    def is_in_break(self) -> bool:
+        """True while a marked function runs."""
+        return self._in_break
 
     def on_marked_call(self, call: MarkedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._in_break:

@@ -232,22 +232,23 @@ class GraphRunner(abc.ABC, Generic[K]):
         served = (other for other in self._smaller(key) if self._round_up(other) == key)
         return self._graphs.builder.rehearsal(captured, smaller=next(served, None) if fewer_rows else None)
 
+    def check_addresses(self) -> None:
+        """Raise MovedBufferError where a watched tensor is not where it was at capture."""
+        if (watch := self._graphs.watch) is not None:
+            watch.check()
+
     def suspend(self, reason: Reason = Reason.DISABLED) -> AbstractContextManager[None]:
         """Run every step that is launched inside a `with` block eagerly, also one prepared for a graph before.
 
         Args:
             reason: What the steps are counted under.
-
-        Returns:
-            The context manager.
         """
         return self._gates.suspend(reason)
 
     def launch_eagerly(self, reason: Reason = Reason.DEBUGGING) -> AbstractContextManager[None]:
         """Run every step that is launched inside a `with` block eagerly, at the padded shape and in the buffers of its graph.
 
-        Args:
-            reason: What it is counted under.
+        It is counted under `reason`.
         """
         return self._gates.launch_eagerly(reason)
 
@@ -314,8 +315,7 @@ class GraphRunner(abc.ABC, Generic[K]):
             prepared: What `prepare` returned.
             copy: Return own tensors instead of views that the next launch overwrites.
 
-        Returns:
-            Its result. A step whose graph was dropped or suspended since runs eagerly, at the padded shape.
+        Returns its result; a step whose graph was dropped or suspended since runs eagerly, at the padded shape.
 
         Raises:
             MovedBufferError: A watched tensor is not where it was at capture; nothing was run.
@@ -357,7 +357,7 @@ class GraphRunner(abc.ABC, Generic[K]):
             return self._launch_eager(prepared)
         target, live, real = captured.target, prepared.live, prepared.extent
         if (refusal := self._router.withdrawn(captured)) is not None:
-            if self._policy.fallback is Fallback.ERROR:
+            if self._policy.fallback is Fallback.ERROR and refusal.reason is not Reason.DEBUGGING:
                 raise refusal.error(rows=real.tokens)
             output = builder.run_staged(captured, live=live, real=real, staged=staged)
             return self._count_eager(output, refusal=refusal, real=real)
@@ -377,9 +377,9 @@ class GraphRunner(abc.ABC, Generic[K]):
         when = self._policy.check_addresses
         if when is CheckAddresses.NEVER or (when is CheckAddresses.FIRST and captured.addresses_checked):
             return
-        if self._graphs.watch is not None:
-            self._graphs.watch.check()
-            self._graphs.watch.check_live(captured.target.key, live)
+        if (watch := self._graphs.watch) is not None:
+            watch.check()
+            watch.check_live(captured.target.key, live)
         captured.addresses_checked = True
 
     def _launch_eager(self, prepared: Prepared[K]) -> Result[K]:

@@ -104,7 +104,14 @@ def _traffic(call: BreakCall) -> Traffic:
 
 
 def _tensors(call: BreakCall) -> Iterable[tuple[str, torch.Tensor]]:
-    """The tensors that a break receives, live data aside: that is another object at each replay."""
+    """The tensors that a break receives, with memory of their own."""
+    for path, leaf in _leaves(call):
+        if isinstance(leaf, torch.Tensor) and storage_address(leaf):
+            yield path, leaf
+
+
+def _leaves(call: BreakCall) -> Iterable[tuple[str, Any]]:
+    """What a break receives, live data aside: that is another object at each replay."""
     live = {call.bound.places[parameter] for parameter in call.spec.live}
     values: list[tuple[str, Any]] = [
         (str(index), value) for index, value in enumerate(call.bound.args) if index not in live
@@ -112,20 +119,38 @@ def _tensors(call: BreakCall) -> Iterable[tuple[str, torch.Tensor]]:
     values += [(name, value) for name, value in call.bound.kwargs.items() if name not in live]
     for name, value in values:
         for path, leaf in flatten(value)[0]:
-            if isinstance(leaf, torch.Tensor) and storage_address(leaf):
-                yield name + path, leaf
+            yield name + path, leaf
 
 
 def _free_of_the_forward(step: Step, steps: Sequence[Step], backend: Backend) -> str:
-    """What an ordinary break receives, where none of it is made by a segment or a break; else nothing."""
+    """What an ordinary break receives, where no other step makes or touches it, as far as can be seen; else nothing.
+
+    A break that returns nothing is there for what it does to objects or buffers, and one that takes an object, other than its own
+    module, may read anything of it: only their authors know when they may run.
+    """
     call = step.call
-    if call is None or step.kind is not StepKind.BREAK or (not call.spec.live and not call.bound.args):
+    if call is None or step.kind is not StepKind.BREAK or step is steps[0] or call.contract.returns_none:
         return ""
-    tensors = [tensor for _, tensor in _tensors(call)]
-    made = any(call.contract.arena.holds(tensor) or backend.made_by_a_segment(tensor) for tensor in tensors)
-    # A break that also returns nothing may be there for what it does to objects; only its author knows when that may run.
-    if made or call.spec.writes or call.rows is not None:
+    if call.spec.writes or call.rows is not None or (not call.spec.live and not call.bound.args):
         return ""
+    leaves = list(_leaves(call))
+    tensors = [leaf for _, leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if any(not isinstance(leaf, (torch.Tensor, torch.nn.Module, *_VALUES)) for _, leaf in leaves):
+        return ""
+    others = {
+        storage_address(leaf)
+        for other in steps
+        if other.call is not None and other is not step
+        for _, leaf in _leaves(other.call)
+        if isinstance(leaf, torch.Tensor)
+    }
+    for tensor in tensors:
+        made = call.contract.arena.holds(tensor) or backend.made_by_a_segment(tensor)
+        if made or storage_address(tensor) in others:
+            return ""
     parts = ["live data"] if call.spec.live else []
     parts += [f"{len(tensors)} tensors from outside the forward"] if tensors else []
     return " and ".join(parts) or "no tensors"
+
+
+_VALUES = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device)

@@ -32,6 +32,7 @@ __all__ = [
     "leaf_difference",
     "live_leaves",
     "same_snapshot",
+    "same_value",
     "snapshot",
 ]
 
@@ -320,7 +321,7 @@ def leaf_difference(one: Any, other: Any, tolerance: Tolerance | None) -> str | 
     """Say how two leaves differ.
 
     Args:
-        one: A tensor or a plain value.
+        one: A tensor, an array or a plain value; objects without equality of their own are not compared.
         other: Another.
         tolerance: None means bit for bit.
 
@@ -328,10 +329,10 @@ def leaf_difference(one: Any, other: Any, tolerance: Tolerance | None) -> str | 
         How many elements, the place of the first and both its values; None where nothing differs.
     """
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        same = one is other or (type(one) is type(other) and bool(one == other))
-        return None if same else f"{one!r} against {other!r}"
-    if one.shape != other.shape or one.dtype != other.dtype:
+        return None if same_value(one, other) else f"{one!r} against {other!r}"
+    if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
         return f"{tuple(one.shape)} {one.dtype} against {tuple(other.shape)} {other.dtype}"
+    one, other = _strided(one), _strided(other)
     if torch.equal(_bits(one), _bits(other)):
         return None
     if tolerance is not None and torch.allclose(one, other, rtol=tolerance.rtol, atol=tolerance.atol, equal_nan=True):
@@ -341,6 +342,36 @@ def leaf_difference(one: Any, other: Any, tolerance: Tolerance | None) -> str | 
     values = f"{one.flatten()[first].item()} against {other.flatten()[first].item()}"
     place = [int(index) for index in np.unravel_index(first, tuple(one.shape))]
     return f"{unequal.numel()} of {one.numel()} elements differ, the first at {place}: {values}"
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Whether two leaves that are no tensors are equal.
+
+    Plain values and arrays by value, NaN equal to NaN; what has no equality of its own cannot be compared, and counts as equal.
+
+    Args:
+        one: A leaf.
+        other: Another.
+    """
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, np.ndarray):
+        return bool(one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
+    if "__eq__" not in {name for kind in type(one).__mro__[:-1] for name in vars(kind)}:
+        return True
+    if isinstance(one, float | complex) and one != one:
+        return bool(other != other)
+    equal: object = one == other
+    return equal if isinstance(equal, bool) else True
+
+
+def _strided(tensor: torch.Tensor) -> torch.Tensor:
+    """With plain memory: of a sparse or quantized tensor its values."""
+    if tensor.layout is not torch.strided:
+        return tensor.to_dense()
+    return tensor.dequantize() if tensor.is_quantized else tensor
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

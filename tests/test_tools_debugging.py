@@ -136,6 +136,27 @@ def test_a_runner_runs_eagerly_in_the_buffers_of_its_graph(device: torch.device)
     assert rig.runner.run(inputs, size=5, live=live).replayed
 
 
+def test_eager_is_no_fallback(device: torch.device) -> None:
+    """Mode "eager" was asked for, so fallback="error" does not refuse it."""
+    rig = PrefillRig(device, sizes=(8,), measure="never", fallback="error")
+    rig.capture()
+    inputs, live = rig.step(5)
+    with debugging(rig.runner, modes=["eager"]):
+        assert not rig.runner.run(inputs, size=5, live=live).replayed
+
+
+def test_blocks_may_end_in_another_order() -> None:
+    """Two blocks that overlap leave nothing behind, whichever ends first."""
+    graph, _, _ = _captured("emulated", torch.device("cpu"))
+    one, other = debugging(graph, modes=["nvtx"]), debugging(graph, modes=["synchronise"])
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert len(graph._observers) == 1
+    other.__exit__(None, None, None)
+    assert graph._observers == ()
+
+
 def test_all_graphs_of_a_runner_are_observed(device: torch.device) -> None:
     """Modes hold for every graph that the runner has, and end with the block, also when it raises."""
     rig = PrefillRig(device, sizes=(4, 8), measure="never")
@@ -150,6 +171,11 @@ def test_all_graphs_of_a_runner_are_observed(device: torch.device) -> None:
     ("options", "says"),
     [
         ({"modes": ["slow"]}, "modes has 'slow'"),
+        ({"modes": "eager"}, "expected several of them"),
+        ({"modes": None}, "expected several of them"),
+        ({"eager_segments": 0}, "expected several of them"),
+        ({"eager_segments": [False]}, "expected whole numbers"),
+        ({"eager_segments": [0.0]}, "expected whole numbers"),
         ({"modes": ["eager"]}, "does not know the forward"),
         ({"eager_segments": [1]}, "are no segments"),
         ({"eager_segments": [99]}, "are no segments"),

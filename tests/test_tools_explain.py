@@ -138,6 +138,69 @@ def test_a_hoisted_break_is_not_advised_to_be_hoisted(backend: str, device: torc
     assert any("a hoisted break is called between them" in advice.text for advice in found.advice)
 
 
+def test_breaks_that_must_not_be_hoisted_are_not_advised_to_be(backend: str, device: torch.device) -> None:
+    """A break that shares a buffer with another one, returns nothing, takes an object, or comes first is left where it is."""
+    buffer = torch.zeros(4, device=device)
+
+    @eager_on_graph
+    def fill(x: torch.Tensor, buf: torch.Tensor) -> None:
+        buf.copy_(x)
+
+    @eager_on_graph
+    def read(buf: torch.Tensor) -> torch.Tensor:
+        return buf * 2
+
+    @eager_on_graph
+    def tell(note: str) -> None:
+        return None
+
+    @eager_on_graph
+    def of(holder: Any) -> torch.Tensor:
+        return torch.ones(4, device=device)
+
+    x = torch.ones(4, device=device)
+    graph = BreakableCUDAGraph()
+    with torch.no_grad(), BreakableCUDAGraphCapture(graph, backend=backend):
+        first = read(torch.ones(4, device=device))
+        fill(x + first, buffer)
+        y = read(buffer) + 1
+        tell("here")
+        of(object()) + y
+    assert not [advice for advice in graph.explain().advice if advice.text.startswith("hoist")]
+
+
+def test_many_steps_are_shown_in_time() -> None:
+    """Thousands of steps: page, text and JSON in time that grows with their number."""
+    graph = BreakableCUDAGraph(name="long")
+    x = torch.ones(2)
+    with torch.no_grad(), BreakableCUDAGraphCapture(graph, backend="emulated"):
+        for _ in range(1500):
+            x = x + 1
+            break_graph()
+    found = graph.explain()
+    begin = time.perf_counter()
+    page, text, data = html_page(found), str(found), found.as_dict()
+    assert time.perf_counter() - begin < 3
+    assert len(data["steps"]) == 1500
+    assert len(page) < 2_000_000
+    assert text.count("aten::add") >= 1
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_replay_that_is_none_or_two_is_refused(times: int) -> None:
+    """replay= must replay the graph once."""
+    graph = _captured("emulated", torch.device("cpu"))
+
+    def replay() -> None:
+        for _ in range(times):
+            graph.replay(LIVE)
+
+    with pytest.raises(ConfigError, match=f"replayed layer {times} times; expected once"):
+        explain(graph, replay=replay)
+    with pytest.raises(ConfigError, match="expected a BreakableCUDAGraph"):
+        explain(3)  # type: ignore[arg-type]
+
+
 def test_times_are_of_the_steps(backend: str, device: torch.device) -> None:
     """A break that sleeps has that time on the host; steps follow one another; kernels of breaks are counted."""
 
@@ -363,6 +426,10 @@ def test_the_command_explains_a_graph_of_ones_own(module: Callable[[str], str], 
         (["no_such_module_here:graph"], "there is no module 'no_such_module_here'"),
         (["mine.py:graph", "--trace", "t.json"], "--trace came without --measure"),
         (["mine.py:graph", "--html", "no/page.html"], "there is no folder no"),
+        (["mine.py:graph", "--html", "."], "it is a folder"),
+        (["mine.py:graph", "--measure", "--html", "same", "--trace", "same"], "are both same"),
+        (["mine.py:graph", "--runs", "0"], "--runs is 0"),
+        (["mine.py:graph", "--tokens", "8"], "--tokens came with mine.py:graph"),
         (["--tokens", "0"], "tokens is 0"),
         (["--batch", "2", "--tokens", "4"], "expected one of the two"),
         (["--placement", "inside"], "placement"),

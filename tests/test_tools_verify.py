@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -180,6 +181,130 @@ def test_graphs_of_runners_are_verified(device: torch.device) -> None:
             found = verify_key(rig.runner, key, rounds=2)
             assert found.ok, found
         assert rig.runner.statistics.replays == replays
+
+
+def test_a_moved_weight_of_a_runners_graph_is_named(device: torch.device) -> None:
+    """verify_key knows where tensors lay at the capture, and claims nothing that it did not try."""
+    model = PrefillModel(device)
+    rig = PrefillRig(device, sizes=(8,), model=model, verify="never", measure="never")
+    rig.capture()
+    kept = model.up.data
+    model.up.data = torch.randn_like(kept)
+    found = verify_key(rig.runner, PrefillKey(8), modules=(model,))
+    assert found.diagnosis is not None
+    assert found.diagnosis.cause is Cause.MOVED_BUFFER
+    assert "up" in found.diagnosis.evidence
+
+
+class _Odd:
+    """State that saves a structure of everything."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+    def save(self) -> Any:
+        """What was there."""
+        return list(self.values)
+
+    def restore(self, saved: Any) -> None:
+        """Put back."""
+        self.values = tuple(saved)
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), object(), np.arange(3), np.array([np.nan]), {"a": float("nan")}, torch.eye(2).to_sparse()]
+)
+def test_state_of_any_kind_accuses_nobody(value: Any) -> None:
+    """Arrays, NaN, sparse tensors and objects without equality in saved state or results make no right forward wrong."""
+    state = _Odd(value)
+
+    def forward(x: torch.Tensor) -> Any:
+        return half(x + 1) * 2, value
+
+    found = verify(forward, example=lambda n: {"x": torch.randn(4)}, state=(state,), backend="emulated", rounds=1)
+    assert found.ok, found
+
+
+def test_an_exception_of_the_replay_alone_is_a_verdict() -> None:
+    """Where only the replay raises, the step is wrong, and what it says is a part of the report."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        index = torch.empty(4, dtype=torch.int64)
+        index[:2] = 1
+        return half(x + 1)[index % 4 if len(index) < 4 else index.clamp(-9, 3)]
+
+    found = verify(forward, example=lambda n: {"x": torch.randn(4)}, backend="emulated")
+    assert not found.ok
+    assert found.difference
+
+
+def test_nothing_is_left_behind(device: torch.device, backend: str) -> None:
+    """Attributes and generators, the declared ones too, are as before; no observer stays on a graph."""
+    generator = torch.Generator(device=device)
+    model = Counts()
+
+    @verify_faults.eager_on_graph
+    def noise(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand(x.shape, generator=generator, device=x.device)
+
+    before = torch.get_rng_state(), generator.get_state(), dict(model.seen), model.steps
+    verify(
+        lambda x: noise(model(x)) + torch.rand(1, device=x.device),
+        example=lambda n: {"x": torch.ones(4, device=device)},
+        generators=(generator,),
+        modules=(model,),
+        backend=backend,
+    )
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert torch.equal(before[1], generator.get_state())
+    assert (model.seen, model.steps) == before[2:]
+
+
+class Counts(nn.Module):
+    """Counts its calls in Python, and computes nothing with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.seen = 0, {"calls": 0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Count."""
+        self.steps += 1
+        self.seen["calls"] += 1
+        return x * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"forward": 3}, "forward=...*expected a function"),
+        ({"example": 3}, "example=...*expected a function"),
+        ({"live": 3}, "live=...*expected a function"),
+        ({"example": lambda n: [torch.ones(2)]}, "expected a mapping from names to dense tensors"),
+        ({"example": lambda n: {"x": [1, 2]}}, "expected a mapping from names to dense tensors"),
+        ({"example": lambda n: {"x": torch.eye(2).to_sparse()}}, "expected a mapping from names to dense tensors"),
+        ({"live": lambda n: None}, "expected a mapping from names to values"),
+        ({"live": lambda n: {"x": 1}}, "are inputs and live data"),
+        ({"state": (3,)}, "expected a sequence of tensors or of objects with save"),
+        ({"modules": nn.Linear(2, 2)}, "expected a sequence of torch.nn.Module"),
+    ],
+)
+def test_wrong_arguments_are_refused(options: dict[str, Any], says: str) -> None:
+    """Each argument of another kind is refused by name, with what was expected."""
+    given: dict[str, Any] = {
+        "forward": half,
+        "example": lambda n: {"x": torch.ones(2)},
+        "backend": "emulated",
+        **options,
+    }
+    with pytest.raises(ConfigError, match=says):
+        verify(given.pop("forward"), **given)
+
+
+def test_something_else_than_a_runner_is_refused() -> None:
+    """verify_key wants a runner."""
+    with pytest.raises(ConfigError, match="expected a runner"):
+        verify_key(3, PrefillKey(8))  # type: ignore[arg-type]
 
 
 def test_a_wrong_graph_of_a_runner_is_diagnosed(device: torch.device) -> None:

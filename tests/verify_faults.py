@@ -371,6 +371,168 @@ def undeclared_generator(device: torch.device) -> Planted:
     return Planted(forward=forward, cause=Cause.NON_DETERMINISTIC, step="noise")
 
 
+def fault_behind_padded_rows(device: torch.device) -> Planted:
+    """The same number as in an attribute, behind a break that is given fewer rows and pads them."""
+
+    @eager_on_graph(rows=("q", "return"))
+    def attend(q: torch.Tensor) -> torch.Tensor:
+        return q * 2
+
+    scale = [2.0]
+
+    def change(number: int) -> None:
+        scale[0] = 2.0 + number
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return half(attend(x + 1) * scale[0]) + 1  # FAULT
+
+    return Planted(
+        forward=forward,
+        cause=Cause.FROZEN_VALUE,
+        step=1,
+        line="fault_behind_padded_rows",
+        change=change,
+        valid_rows=lambda number: 5 if number else None,
+    )
+
+
+def fault_beside_the_breaks(device: torch.device) -> Planted:
+    """A residual passes beside the breaks: the difference shows in the result alone, and was made in the first segment."""
+    scale = [2.0]
+
+    def change(number: int) -> None:
+        scale[0] = 2.0 + number
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        residual = x * scale[0]  # FAULT
+        return residual + half(half(torch.ones_like(x)) + 1)
+
+    return Planted(forward=forward, cause=Cause.FROZEN_VALUE, step=0, line="fault_beside_the_breaks", change=change)
+
+
+def forgotten_live(device: torch.device) -> Planted:
+    """A tensor of the step is an argument of a break and not declared live."""
+
+    @eager_on_graph
+    def lookup(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return x + table
+
+    kept = [torch.full((ROWS, WIDTH), float(number), device=device) for number in range(5)]
+    return Planted(
+        forward=lambda x, table: lookup(half(x) * 2, table) - 1,
+        cause=Cause.STALE_INPUT,
+        step="lookup",
+        evidence="argument table",
+        live=lambda number: {"table": kept[number]},
+    )
+
+
+def forgotten_live_list(device: torch.device) -> Planted:
+    """A list of another length at each step is an argument of a break and not declared live."""
+
+    @eager_on_graph
+    def total(x: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        return x * len(lengths)
+
+    return Planted(
+        forward=lambda x, lengths: total(half(x), list(lengths)) - 1,
+        cause=Cause.FROZEN_VALUE,
+        step="total",
+        evidence="argument lengths",
+        live=lambda number: {"lengths": list(range(number + 1))},
+    )
+
+
+def state_that_a_break_writes(device: torch.device) -> Planted:
+    """A break counts in a buffer that nobody declared."""
+    model = CountsInABreak(device)
+    return Planted(
+        forward=model,
+        cause=Cause.UNDECLARED_STATE,
+        step="count_up",
+        evidence="CountsInABreak.count",
+        line="CountsInABreak",
+    )
+
+
+class CountsInABreak(nn.Module):
+    """A break that changes a buffer of its module."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1, device=device))
+
+    @eager_on_graph
+    def count_up(self, x: torch.Tensor) -> torch.Tensor:
+        """Change and use it."""
+        self.count.add_(1)  # FAULT
+        return x * self.count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One break between two segments."""
+        return self.count_up(x + 1) * 2
+
+
+def other_break(device: torch.device) -> Planted:
+    """Python calls one break at the capture and another one later."""
+
+    @eager_on_graph
+    def third(x: torch.Tensor) -> torch.Tensor:
+        return x / 3
+
+    return Planted(
+        forward=lambda x, lengths: (half if len(lengths) > 1 else third)(x + 1) * 2,
+        cause=Cause.MISSING_BREAK,
+        step=0,
+        evidence="another break",
+        live=lambda number: {"lengths": [8] if number else [3, 5]},
+    )
+
+
+def moved_beside_a_frozen_value(device: torch.device) -> Planted:
+    """A parameter that no segment reads is replaced as well: the number is to blame."""
+    model = Scaled(device)
+    model.unused = nn.Parameter(torch.zeros(1, device=device))
+    kept = []
+
+    def change(number: int) -> None:
+        kept.append(model.unused)
+        model.unused = nn.Parameter(torch.ones(1, device=device))
+        model.scale = 2.0 + number
+
+    return Planted(
+        forward=model, cause=Cause.FROZEN_VALUE, step=1, line="Scaled", evidence="Scaled.scale", change=change
+    )
+
+
+def fault_behind_halves_of_one_buffer(device: torch.device) -> Planted:
+    """Two breaks fill one buffer together, which is right; the number behind them is not."""
+
+    @eager_on_graph
+    def first(q: torch.Tensor, out: torch.Tensor) -> None:
+        out[:4] = q[:4] * 2
+
+    @eager_on_graph
+    def second(q: torch.Tensor, out: torch.Tensor) -> None:
+        out[4:] = q[4:] * 3
+
+    scale = [2.0]
+
+    def change(number: int) -> None:
+        scale[0] = 2.0 + number
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        q = x + 1
+        out = torch.empty_like(q)
+        first(q, out)
+        second(q, out)
+        return half(out * scale[0]) * 2  # FAULT
+
+    return Planted(
+        forward=forward, cause=Cause.FROZEN_VALUE, step=2, line="fault_behind_halves_of_one_buffer", change=change
+    )
+
+
 def unjoined_stream(device: torch.device) -> Planted:
     """A break works on a side stream where no hook sees it; the forward waits for it on the host, where it is not captured."""
     side = torch.cuda.Stream(device)
@@ -415,5 +577,13 @@ FAULTS = {
         result_left_on_the_object,
         random_on_the_host,
         undeclared_generator,
+        fault_behind_padded_rows,
+        fault_beside_the_breaks,
+        forgotten_live,
+        forgotten_live_list,
+        state_that_a_break_writes,
+        other_break,
+        moved_beside_a_frozen_value,
+        fault_behind_halves_of_one_buffer,
     )
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Mapping
@@ -11,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from breakgraph.cli.application import Device, app
-from breakgraph.cli.output import exit_status, progress_bars, raise_on_interrupt, say, stdout_errors, write
+from breakgraph.cli.output import (
+    exit_status,
+    progress_bars,
+    raise_on_interrupt,
+    refuse_model_options,
+    say,
+    stdout_errors,
+    write,
+)
 from breakgraph.errors import ConfigError
 from breakgraph.models.via import Via
 
@@ -49,7 +58,14 @@ def explain(
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace, with --measure.")] = None,
 ) -> None:
     """Show the steps of a graph: segments, breaks, kernels, bytes, times, and what could be better."""
-    with exit_status():
+    with exit_status(runs_code=target is not None):
+        refuse_model_options(target, tokens=tokens, batch=batch)
+        if runs < 1:
+            raise ConfigError(
+                f"--runs is {runs}; expected 1 or more.",
+                why="Times are medians over the runs.",
+                fix="Leave it out for 20.",
+            )
         if trace is not None and not measure:
             raise ConfigError(
                 "--trace came without --measure.",
@@ -57,12 +73,13 @@ def explain(
                 fix="Add --measure, or use --html, which also shows a graph that was not measured.",
             )
         for path in (html, trace):
-            if path is not None and not path.parent.is_dir():
-                raise ConfigError(
-                    f"{path} cannot be written: there is no folder {path.parent}.",
-                    why="It would be found out after the model was loaded and captured.",
-                    fix="Make the folder, or name another place.",
-                )
+            _check_place(path)
+        if html is not None and trace is not None and html.resolve() == trace.resolve():
+            raise ConfigError(
+                f"--html and --trace are both {html}.",
+                why="The second would replace the first.",
+                fix="Name two files.",
+            )
         raise_on_interrupt()
         if target is not None:
             explanation = _of_target(target, runs=runs if measure else None)
@@ -86,6 +103,16 @@ def explain(
         _keep(explanation, html=html, trace=trace)
 
 
+def _check_place(path: Path | None) -> None:
+    if path is not None and (path.is_dir() or not path.name or not path.parent.is_dir()):
+        fault = f"there is no folder {path.parent}" if path.name and not path.parent.is_dir() else "it is a folder"
+        raise ConfigError(
+            f"{str(path)!r} cannot be written: {fault}.",
+            why="It would be found out after everything was captured and measured.",
+            fix="Name a file in a folder that is there.",
+        )
+
+
 def _of_target(target: str, *, runs: int | None) -> Explanation:
     from breakgraph.capture import BreakableCUDAGraph
     from breakgraph.tools.explaining.explain import explain as measured
@@ -99,7 +126,8 @@ def _of_target(target: str, *, runs: int | None) -> Explanation:
             why="It is what is explained; live data are for the replays of --measure.",
             fix="Return the graph behind the `with BreakableCUDAGraphCapture(graph)` block.",
         )
-    return graph.explain() if runs is None else measured(graph, live=live, runs=runs)
+    with contextlib.redirect_stdout(sys.stderr):  # what its breaks print
+        return graph.explain() if runs is None else measured(graph, live=live, runs=runs)
 
 
 def _kind(value: Any) -> str:

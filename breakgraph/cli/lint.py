@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable
@@ -37,13 +38,14 @@ def lint(
 
     Where stdout is no terminal, each finding is a line of file:line, severity, kind and what.
     """
-    with exit_status():
+    with exit_status(runs_code=True):
         from breakgraph.tools.linting.lint import lint as run
         from breakgraph.tools.targets import call_target
 
         raise_on_interrupt()
         forward, inputs, kwargs = _case(call_target(target), target=target)
-        report = run(forward, *inputs, kwargs=kwargs)
+        with contextlib.redirect_stdout(sys.stderr):  # what the forward prints
+            report = run(forward, *inputs, kwargs=kwargs)
         if as_json:
             write(json.dumps(report.as_dict(), indent=1) + "\n")
         elif sys.stdout.isatty():

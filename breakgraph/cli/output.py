@@ -26,6 +26,7 @@ __all__ = [
     "exit_status",
     "progress_bars",
     "raise_on_interrupt",
+    "refuse_model_options",
     "say",
     "stdout_errors",
     "write",
@@ -34,6 +35,25 @@ __all__ = [
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130  # what a shell reports for a program that SIGINT ended
+
+
+def refuse_model_options(target: str | None, **options: object) -> None:
+    """Refuses options that say which graph of a model is meant, where a function of the user says which graph.
+
+    Args:
+        target: What the command line names; None: a graph of a model.
+        **options: By name; None where it was not given.
+
+    Raises:
+        ConfigError: Both were given.
+    """
+    given = [f"--{name}" for name, value in options.items() if value is not None]
+    if target is not None and given:
+        raise ConfigError(
+            f"{' and '.join(given)} came with {target}.",
+            why="They choose a graph of a model, and the function returns its own.",
+            fix="Leave out one of the two.",
+        )
 
 
 def end_at_once(*_: object) -> None:
@@ -107,8 +127,12 @@ def progress_bars() -> Iterator[Progress]:
 
 
 @contextmanager
-def exit_status() -> Iterator[None]:
-    """Turns what can go wrong into a message on stderr and an exit status, without a traceback."""
+def exit_status(*, runs_code: bool = False) -> Iterator[None]:
+    """Turns what can go wrong into a message on stderr and an exit status, without a traceback.
+
+    Args:
+        runs_code: The command runs code of the user, whose exceptions, of files as well, come out as they are.
+    """
     try:
         yield
     except KeyboardInterrupt:
@@ -118,6 +142,8 @@ def exit_status() -> Iterator[None]:
         say(f"breakgraph: {_in_options(error)}")
         raise typer.Exit(EXIT_BAD_INPUT if isinstance(error, ConfigError) else EXIT_FAILED) from None
     except OSError as error:  # of a file that was named; those of stdout end the program where they happen
+        if runs_code:
+            raise
         say(f"breakgraph: {error}")
         raise typer.Exit(EXIT_BAD_INPUT) from None
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from breakgraph.cli.application import Device, app
-from breakgraph.cli.output import EXIT_FAILED, exit_status, progress_bars, raise_on_interrupt, write
+from breakgraph.cli.output import (
+    EXIT_FAILED,
+    exit_status,
+    progress_bars,
+    raise_on_interrupt,
+    refuse_model_options,
+    write,
+)
 from breakgraph.errors import ConfigError
 from breakgraph.models.via import Via
 
@@ -44,10 +53,17 @@ def verify(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the text.")] = False,
 ) -> None:
     """Compare replays with eager, bit for bit; where one differs, name step, tensor and likely cause, and exit with 1."""
-    with exit_status():
+    with exit_status(runs_code=target is not None):
+        refuse_model_options(target, tokens=tokens, batch=batch)
+        if rounds < 1:
+            raise ConfigError(
+                f"--rounds is {rounds}; expected 1 or more.",
+                why="It is the number of steps that are compared.",
+                fix="Leave it out for 3.",
+            )
         raise_on_interrupt()
         if target is not None:
-            found = _of_target(target)
+            found = _of_target(target, rounds=rounds)
         else:
             from breakgraph.tools.model_graph import ModelGraph
 
@@ -63,7 +79,7 @@ def verify(
             raise typer.Exit(EXIT_FAILED)
 
 
-def _of_target(target: str) -> Verification:
+def _of_target(target: str, *, rounds: int) -> Verification:
     from breakgraph.tools.targets import call_target
     from breakgraph.tools.verifying.verify import verify as verified
 
@@ -75,7 +91,8 @@ def _of_target(target: str) -> Verification:
             fix="Return dict(forward=model, example=lambda number: {...}, live=..., state=...).",
         )
     try:
-        return verified(**given)
+        with contextlib.redirect_stdout(sys.stderr):  # what its code prints
+            return verified(**{"rounds": rounds, **given})
     except TypeError as error:
         if "verify() got an unexpected keyword" not in str(error):
             raise

@@ -1,4 +1,4 @@
-"""What people look at: explain, lint, verify, tune."""
+"""What people look at: explain, lint, verify, tune, and debugging modes."""
 
 from breakgraph.tools.debugging import DebugMode, debugging
 from breakgraph.tools.explaining.chrome import chrome_trace

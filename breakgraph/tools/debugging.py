@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterator
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -65,8 +66,8 @@ def debugging(
                 fix="Pass the graph, or the PrefillRunner or DecodeRunner.",
             )
         graphs = list(subject.graphs.values())
-    wanted = {_mode(mode) for mode in modes}
-    places = frozenset(eager_segments)
+    wanted = {_mode(mode) for mode in _listed(modes, name="modes", example="modes=('synchronise',)")}
+    places = frozenset(map(_place, _listed(eager_segments, name="eager_segments", example="eager_segments=(0, 2)")))
     with ExitStack() as stack:
         if DebugMode.EAGER in wanted:
             if not isinstance(subject, GraphRunner):
@@ -111,6 +112,29 @@ def _mode(mode: DebugMode | str) -> DebugMode:
             why="It decides how replays run.",
             fix="Pass modes=('synchronise',).",
         ) from None
+
+
+def _listed(values: object, *, name: str, example: str) -> Iterable[Any]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise ConfigError(
+            f"{name}={values!r}; expected several of them, in a list or tuple.",
+            why="They can be combined.",
+            fix=f"Write {example}.",
+        )
+    return values
+
+
+def _place(value: Any) -> int:
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise ConfigError(
+        f"eager_segments has {value!r}; expected whole numbers.",
+        why="They are places in graph.steps.",
+        fix="See graph.explain() for the places.",
+    )
 
 
 def _where(step: Step, index: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import sys
@@ -62,15 +63,17 @@ def call_target(target: str) -> Any:
         target: See `load_target`.
 
     Returns:
-        What it returned.
+        What it returned. What it prints goes to stderr: stdout is the command's.
 
     Raises:
         ConfigError: See `load_target`.
         BaseException: Whatever it raised, unchanged, with a note.
     """
-    function = load_target(target)
     try:
-        return function()
+        with contextlib.redirect_stdout(sys.stderr):
+            return load_target(target)()
+    except ConfigError:
+        raise
     except BaseException as error:
         add_note(error, f"raised by {target}, which was called without arguments")
         raise

@@ -61,7 +61,7 @@ def measure(
         live: Live data of each replay.
         valid_rows: Real rows of each replay.
         replay: Replays the graph once, in place of the two above: such as the `replay` of `runner.rehearsal(key)`.
-        runs: Replays of each kind, after two that are not counted.
+        runs: Replays of each kind, after one or two that are not counted.
 
     Returns:
         Medians.
@@ -78,6 +78,12 @@ def measure(
             why="Times are medians over the runs.",
             fix="Pass runs=20.",
         )
+    if not isinstance(graph, BreakableCUDAGraph):
+        raise ConfigError(
+            f"measure() got a {type(graph).__name__}; expected a BreakableCUDAGraph.",
+            why="Its replays are measured.",
+            fix="Pass the graph; of a runner one of runner.graphs, with replay= of runner.rehearsal(key).",
+        )
     if graph.pool is None or not graph.sealed:
         raise NoGraphError(
             f"{graph.name} was to be measured, and it holds no captured graph.",
@@ -85,6 +91,14 @@ def measure(
             fix="Capture it first: with BreakableCUDAGraphCapture(graph): ...",
         )
     session = _Session(graph, replay or (lambda: graph.replay(live, valid_rows=valid_rows)), runs=runs)
+    before = graph.stats().replays
+    session.replay()
+    if graph.stats().replays != before + 1:
+        raise ConfigError(
+            f"measure(replay=...): it replayed {graph.name} {graph.stats().replays - before} times; expected once.",
+            why="Its time is that of one replay.",
+            fix="Pass a function that replays this graph once, or leave it out.",
+        )
     whole, steps = session.whole(), session.steps()
     kernels, note = session.kernels_of_breaks()
     return Measured(steps, whole, kernels, note)

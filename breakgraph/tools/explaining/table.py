@@ -12,6 +12,7 @@ from breakgraph.replay_program import StepKind
 
 __all__ = ["ExplanationTable"]
 
+_NARROW = 120
 _STYLES = {StepKind.SEGMENT: "blue", StepKind.BREAK: "yellow", StepKind.HOISTED: "magenta"}
 
 
@@ -29,7 +30,8 @@ class ExplanationTable:
         """The parts, one below the other."""
         lines = str(self._explanation).splitlines()
         yield Text(lines[0], style="bold")
-        if not self._explanation.steps:
+        if not self._explanation.steps or options.max_width < _NARROW:
+            yield from map(Text, lines[1:])  # a table would fold its names to a few letters a line
             return
         yield self._table()
         yield Text("kernels of the segments", style="bold")

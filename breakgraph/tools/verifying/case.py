@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 
-from breakgraph.addresses import AddressWatch
 from breakgraph.capture import BreakableCUDAGraph
 from breakgraph.tools.verifying.tape import Entry, record
 from breakgraph.verification import Compared, Outcome, StateKeeper
 
-__all__ = ["Case", "plain_attributes"]
+__all__ = ["Case", "PythonState", "plain_attributes"]
 
 
 def plain_attributes(modules: Iterable[torch.nn.Module]) -> dict[str, Any]:
@@ -30,8 +30,12 @@ def plain_attributes(modules: Iterable[torch.nn.Module]) -> dict[str, Any]:
         for path, module in root.named_modules():
             start = ".".join(part for part in (type(root).__name__, path) if part)
             for name, value in vars(module).items():
-                if isinstance(value, int | float | str | bool | None) and not name.startswith("_"):
-                    found[f"{start}.{name}"] = value
+                if name.startswith("_"):
+                    continue
+                items = value.items() if isinstance(value, dict) else [(None, value)]
+                for key, item in items:
+                    if isinstance(item, int | float | str | bool | None):
+                        found[f"{start}.{name}" + (f"[{key!r}]" if isinstance(value, dict) else "")] = item
     return found
 
 
@@ -47,13 +51,22 @@ class PythonState:
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         found = {id(module): module for root in modules for module in root.modules()}
         self._saved = [(module, _plain_table(module)) for module in found.values()]
+        self._contents = [
+            (value, copy.copy(value))
+            for _, table in self._saved
+            for value in table.values()
+            if type(value) in (dict, list, set)
+        ]
 
     def restore(self) -> None:
-        """Put the attributes back."""
+        """Put the attributes back, and what dicts, lists and sets among them held."""
         for module, saved in self._saved:
             for name in _plain_table(module).keys() - saved.keys():
                 del module.__dict__[name]
             module.__dict__.update(saved)
+        for value, held in self._contents:
+            value.clear()
+            value.extend(held) if isinstance(value, list) else value.update(held)
 
 
 def _plain_table(module: torch.nn.Module) -> dict[str, Any]:
@@ -77,9 +90,10 @@ class Case:
         modules: Whose attributes and tensors have names.
         live: Gives the live data of the step; None where that is not known here.
         within: Tensors that belong to every step.
-        watch: Addresses at the capture; None where the graph's owner checks them.
+        check: Raises where a watched tensor lies elsewhere than at the capture; None where none is watched.
         python: Attributes with which each run begins.
         compared: Whether the state that runs leave is compared as well as their results.
+        raises: The replay raised, so that nothing can be learnt from another one.
     """
 
     graph: BreakableCUDAGraph
@@ -91,9 +105,10 @@ class Case:
     modules: Sequence[torch.nn.Module] = ()
     live: Callable[[], Mapping[str, Any]] | None = None
     within: tuple[torch.Tensor, ...] = ()
-    watch: AddressWatch | None = None
+    check: Callable[[], None] | None = None
     python: PythonState = attrs.field(factory=lambda: PythonState(()))
     compared: Compared = Compared.ALL
+    raises: bool = False
 
     def eager_run(self) -> Any:
         """The eager twin, with the attributes that every run begins with."""

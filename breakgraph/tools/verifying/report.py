@@ -82,6 +82,7 @@ class Diagnosis:
         line: The user's line, where it is known; else empty.
         step: Place of the step that it points to, where another one than the first that differs is to blame.
         tried: What was ruled out, in order.
+        cure: What to do, where it is another thing than for the cause in general.
     """
 
     cause: Cause
@@ -89,6 +90,7 @@ class Diagnosis:
     line: str = ""
     step: int | None = None
     tried: tuple[str, ...] = ()
+    cure: str = ""
 
     @property
     def why(self) -> str:
@@ -98,7 +100,7 @@ class Diagnosis:
     @property
     def fix(self) -> str:
         """What to do."""
-        return _STORIES[self.cause][1]
+        return self.cure or _STORIES[self.cause][1]
 
 
 @attrs.frozen

@@ -7,8 +7,8 @@ two steps differ, the graph does not do for the second what eager does, and the 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Iterable
 from itertools import zip_longest
 from typing import Any
 
@@ -36,7 +36,9 @@ class Entry:
         layouts: Shapes, strides and offsets of those that are.
         outside: Tensors that the forward did not make.
         written: Of them, those that it writes.
-        draws: It draws random numbers.
+        draws: What it draws random numbers from: a generator, or "default"; None where it draws none.
+        in_break: It belongs to a break, and no graph holds it.
+        is_view: It chooses a part of a tensor, and computes nothing.
     """
 
     section: int
@@ -46,7 +48,9 @@ class Entry:
     layouts: tuple[Any, ...]
     outside: tuple[torch.Tensor, ...]
     written: tuple[torch.Tensor, ...]
-    draws: bool
+    draws: torch.Generator | str | None
+    in_break: bool
+    is_view: bool
 
 
 Tape = list[Entry]
@@ -60,7 +64,7 @@ def record(run: Callable[[], Any], *, within: Iterable[torch.Tensor] = ()) -> Ta
         within: Tensors that belong to every step, such as its static inputs: they are not from outside.
 
     Returns:
-        The operators outside of breaks, views and bare allocations aside.
+        The operators, those of breaks among them.
     """
     taker = _Taker({storage_address(tensor) for tensor in within})
     with observed_calls(taker.around), taker:
@@ -75,23 +79,18 @@ class _Taker(TorchDispatchMode):
         self._known = known
         self._held: list[torch.Tensor] = []  # so that no other tensor gets the address of one that was made here
         self._section = 0
-        self._paused = False
+        self._inside = False
 
     def around(self, call: MarkedCall, args: tuple[Any, ...], kwargs: dict[str, Any], context: ReplayContext) -> Any:
-        """A break: its operators are not noted, its results are known."""
-        with self._break():
-            result = call.call(args, kwargs)
-        self._know(leaf for _, leaf in flatten(result)[0] if isinstance(leaf, torch.Tensor))
-        return result
-
-    @contextmanager
-    def _break(self) -> Iterator[None]:
-        self._paused = True
+        """A break: its results are known, and what comes behind it is another section."""
+        self._inside = True
         try:
-            yield
+            result = call.call(args, kwargs)
         finally:
-            self._paused = False
-            self._section += 1
+            self._inside = False
+        self._know(leaf for _, leaf in flatten(result)[0] if isinstance(leaf, torch.Tensor))
+        self._section += 1
+        return result
 
     def _know(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -102,7 +101,8 @@ class _Taker(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._paused or current_frame() is None:  # in a break; or copies and clones around the forward
+        frame = current_frame()
+        if frame is None:  # copies and clones around the forward
             return func(*args, **kwargs)
         if is_composite(func):
             with self:
@@ -115,7 +115,7 @@ class _Taker(TorchDispatchMode):
         addresses = {storage_address(tensor) for tensor in given}
         fresh = [tensor for tensor in made if storage_address(tensor) not in addresses]
         written = written_by(func, args, kwargs) if func._schema.is_mutable else []
-        if fresh or written:
+        if made or written:
             self.tape.append(
                 Entry(
                     self._section,
@@ -125,11 +125,19 @@ class _Taker(TorchDispatchMode):
                     tuple(_layout(tensor) for tensor in given),
                     tuple(t for t in given if t.numel() and storage_address(t) not in self._known),
                     tuple(t for t in written if t.numel() and storage_address(t) not in self._known),
-                    draws=torch.Tag.nondeterministic_seeded in func.tags,
+                    draws=_source(kwargs) if torch.Tag.nondeterministic_seeded in func.tags else None,
+                    in_break=frame.is_in_break,
+                    is_view=not fresh and not written,
                 )
             )
-        self._know(fresh)
+        if not self._inside:  # what a break makes and does not return is from outside
+            self._know(fresh)
         return result
+
+
+def _source(kwargs: dict[str, Any]) -> torch.Generator | str:
+    generator = kwargs.get("generator")
+    return generator if isinstance(generator, torch.Generator) else "default"
 
 
 def _plain(value: Any) -> tuple[Any, ...]:
@@ -184,13 +192,14 @@ class TapeDifference:
 
 
 def tape_difference(then: Tape, now: Tape) -> TapeDifference | None:
-    """The first operator that two steps do not do alike.
+    """The first operator outside of breaks that two steps do not do alike.
 
     Args:
         then: Of the step that the graph was captured from.
         now: Of another.
     """
-    for one, other in zip_longest(then, now):
+    outside = ([entry for entry in tape if not entry.in_break] for tape in (then, now))
+    for one, other in zip_longest(*outside):
         if one is None or other is None or (one.name, one.section) != (other.name, other.section):
             present = other or one
             return TapeDifference(Differs.OPERATORS, present.section, present.line, _called(one), _called(other))
@@ -199,10 +208,15 @@ def tape_difference(then: Tape, now: Tape) -> TapeDifference | None:
             return TapeDifference(
                 Differs.LAYOUTS, other.section, other.line, f"{one.name} of {_seen(mine)}", f"of {_seen(theirs)}"
             )
-        if one.plain != other.plain:
+        if not _equal(one.plain, other.plain):
             value, twin = _first_pair(one.plain, other.plain)
             return TapeDifference(
-                Differs.PLAIN, other.section, other.line, f"{one.name} with {value!r}", f"{twin!r}", (value, twin)
+                Differs.LAYOUTS if other.is_view else Differs.PLAIN,
+                other.section,
+                other.line,
+                f"{one.name} with {value!r}",
+                f"{twin!r}",
+                (value, twin),
             )
         pairs = zip_longest(one.outside, other.outside)
         for mine, theirs in pairs:
@@ -228,9 +242,18 @@ def _first_pair(one: Any, other: Any) -> tuple[Any, Any]:
     """The innermost first pair of values that differ."""
     if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
         for mine, theirs in zip(one, other, strict=True):
-            if mine != theirs:
+            if not _equal(mine, theirs):
                 return _first_pair(mine, theirs)
     return one, other
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """By value, NaN equal to NaN and 0.0 not to -0.0: a kernel tells these apart."""
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return (one == other and math.copysign(1, one) == math.copysign(1, other)) or (one != one and other != other)
+    return type(one) is type(other) and bool(one == other)
 
 
 def _called(entry: Entry | None) -> str:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import attrs
 import torch
 
-from breakgraph.addresses import AddressWatch
-from breakgraph.capture import BreakableCUDAGraph, BreakableCUDAGraphCapture, GraphPool
-from breakgraph.divergence import first_divergence, step_in_words
+from breakgraph.capture import GraphPool, Saveable
+from breakgraph.divergence import Divergence, first_divergence, step_in_words
 from breakgraph.errors import ConfigError
-from breakgraph.replay_context import eager_step
 from breakgraph.runner import GraphRunner
-from breakgraph.structure import map_leaves
 from breakgraph.tools.verifying.case import Case, PythonState, plain_attributes
 from breakgraph.tools.verifying.diagnose import diagnose
+from breakgraph.tools.verifying.forward_runs import ForwardRuns
 from breakgraph.tools.verifying.report import Verification
 from breakgraph.tools.verifying.tape import record
-from breakgraph.verification import Compared, StateKeeper, difference
+from breakgraph.verification import Compared, Outcome, StateKeeper, difference
+from breakgraph.work import Rehearsal
 
 __all__ = ["verify", "verify_key"]
+
+_LOG = logging.getLogger(__name__)
 
 
 def verify(
@@ -65,14 +69,26 @@ def verify(
     Cost: two forwards for the capture, two runs a round; some ten more where something differs.
     """
     _check(rounds)
-    watched = tuple(modules) or _module_of(forward)
-    with _ForwardRuns(forward, example=example, live=live, valid_rows=valid_rows) as runs:
-        case = runs.capture(state=state, generators=generators, modules=watched, backend=backend)
-        for number in range(1, rounds + 1):
-            runs.begin(number)
-            found = _compared(attrs.evolve(case, python=PythonState(watched)), number)
-            if not found.ok:
-                return found
+    _check_arguments(forward, example=example, live=live, valid_rows=valid_rows)
+    watched = _checked_modules(modules) or _modules_of(forward)
+    pool = GraphPool(backend=backend)
+    keeper = StateKeeper(_checked_state(state), generators=generators, device=pool.device)
+    python = PythonState(watched)
+    try:
+        with (
+            keeper.generators_kept(),
+            ForwardRuns(forward, example=example, live=live, valid_rows=valid_rows) as runs,
+        ):
+            case = runs.capture(pool=pool, keeper=keeper, generators=generators, modules=watched)
+            for number in range(1, rounds + 1):
+                runs.begin(number)
+                # Rows of padding all write one null slot, in no order.
+                compared = Compared.RESULT if runs.padded else Compared.ALL
+                found = _compared(attrs.evolve(case, python=PythonState(watched), compared=compared), number)
+                if not found.ok:
+                    return found
+    finally:
+        python.restore()
     return Verification(case.graph.name, rounds)
 
 
@@ -96,12 +112,19 @@ def verify_key(
     Cost: two runs a round, one more for the first; some ten more where something differs.
     """
     _check(rounds)
+    if not isinstance(runner, GraphRunner):
+        raise ConfigError(
+            f"verify_key() got a {type(runner).__name__}; expected a runner.",
+            why="It has the graph, its examples and its state.",
+            fix="Pass the PrefillRunner or DecodeRunner; for a forward use verify().",
+        )
+    modules = _checked_modules(modules)
     with runner.rehearsal(key) as first:
         name = first.graph.name
         at_capture = record(first.eager)
     attributes = plain_attributes(modules)
     for number in range(1, rounds + 1):
-        with runner.rehearsal(key, fewer_rows=number % 2 == 0) as rehearsal:
+        with _rehearsed(runner, key, fewer_rows=number % 2 == 0) as rehearsal:
             padded = rehearsal.rows != rehearsal.graph.padded_rows
             case = Case(
                 graph=rehearsal.graph,
@@ -114,6 +137,7 @@ def verify_key(
                 attributes=attributes,
                 modules=tuple(modules),
                 python=PythonState(modules),
+                check=runner.check_addresses,
             )
             found = _compared(case, number)
             if not found.ok:
@@ -121,9 +145,58 @@ def verify_key(
     return Verification(name, rounds)
 
 
-def _module_of(forward: Callable[..., Any]) -> tuple[torch.nn.Module, ...]:
+@contextmanager
+def _rehearsed(runner: GraphRunner[Any], key: Any, *, fewer_rows: bool) -> Iterator[Rehearsal]:
+    """A full example where one of fewer rows cannot be made, as a runner's own proof leaves that out then."""
+    with ExitStack() as stack:
+        try:
+            rehearsal = stack.enter_context(runner.rehearsal(key, fewer_rows=fewer_rows))
+        except Exception as error:
+            if not fewer_rows:
+                raise
+            _LOG.info("%s is verified without padding: example() raised %s: %s", key, type(error).__name__, error)
+            rehearsal = stack.enter_context(runner.rehearsal(key))
+        yield rehearsal
+
+
+def _modules_of(forward: Callable[..., Any]) -> tuple[torch.nn.Module, ...]:
+    if isinstance(forward, functools.partial):
+        held = (forward.func, *forward.args, *forward.keywords.values())
+        return tuple(module for item in held for module in _modules_of(item))
     owner = forward if isinstance(forward, torch.nn.Module) else getattr(forward, "__self__", None)
     return (owner,) if isinstance(owner, torch.nn.Module) else ()
+
+
+def _checked_modules(modules: object) -> tuple[torch.nn.Module, ...]:
+    items = None if isinstance(modules, torch.nn.Module) or not isinstance(modules, Iterable) else tuple(modules)
+    if items is None or not all(isinstance(item, torch.nn.Module) for item in items):
+        raise ConfigError(
+            f"modules={type(modules).__name__}; expected a sequence of torch.nn.Module.",
+            why="Their attributes and tensors are watched and named.",
+            fix="Pass modules=(model,).",
+        )
+    return items
+
+
+def _checked_state(state: object) -> tuple[Any, ...]:
+    items = None if isinstance(state, torch.Tensor) or not isinstance(state, Iterable) else tuple(state)
+    if items is None or not all(isinstance(item, torch.Tensor | Saveable) for item in items):
+        raise ConfigError(
+            f"state={state!r:.80}; expected a sequence of tensors or of objects with save() and restore(saved).",
+            why="Each run begins with it.",
+            fix="Pass state=(cache,).",
+        )
+    return items
+
+
+def _check_arguments(forward: object, **functions: object) -> None:
+    for name, value in {"forward": forward, **functions}.items():
+        if not callable(value) and (value is not None or name in ("forward", "example")):
+            raise ConfigError(
+                f"verify({name}=...) got a {type(value).__name__}; expected a function.",
+                why="forward is captured; the others are called with the number of the round.",
+                fix=f"Pass {name}=lambda number: ..." if name != "forward" else "Pass the module, or a function.",
+            )
 
 
 def _check(rounds: int) -> None:
@@ -137,142 +210,24 @@ def _check(rounds: int) -> None:
 
 def _compared(case: Case, number: int) -> Verification:
     """One step: the replay, poisoned, against its eager twin."""
-    replayed, expected = case.outcome_of_replay(), case.outcome_of_eager()
-    text = difference(replayed, expected)
-    if text is None:
-        return Verification(case.graph.name, number)
-    found = first_divergence(
-        case.graph, keeper=case.keeper, replay=case.poisoned_replay, eager=case.eager_run, compared=case.compared
-    )
+    found: Divergence | None = None
+    try:
+        replayed: Outcome | None = case.outcome_of_replay()
+    except Exception as error:
+        replayed, text = None, f"the replay raised {type(error).__name__} and eager did not: {error}"
+    expected = case.outcome_of_eager()
+    if replayed is None:
+        case = attrs.evolve(case, raises=True)
+    else:
+        unequal = difference(replayed, expected)
+        if unequal is None:
+            return Verification(case.graph.name, number)
+        text = unequal
+        found = first_divergence(
+            case.graph, keeper=case.keeper, replay=case.poisoned_replay, eager=case.eager_run, compared=case.compared
+        )
     diagnosis = diagnose(case, found, expected=expected)
     step = diagnosis.step if diagnosis.step is not None else None if found is None else found.step
     blamed = "" if step is None else step_in_words(case.graph.steps[step], step)
     kinds = tuple(step.kind for step in case.graph.steps)
     return Verification(case.graph.name, number, found, diagnosis, text, blamed, kinds)
-
-
-class _ForwardRuns:
-    """A forward over static inputs, and the step that is at hand.
-
-    Args:
-        forward: The forward.
-        example: Round -> inputs.
-        live: Round -> live data.
-        valid_rows: Round -> real rows.
-    """
-
-    def __init__(
-        self,
-        forward: Callable[..., Any],
-        *,
-        example: Callable[[int], Mapping[str, torch.Tensor]],
-        live: Callable[[int], Mapping[str, Any]] | None,
-        valid_rows: Callable[[int], int | None] | None,
-    ) -> None:
-        self._forward = forward
-        self._example, self._live, self._valid_rows = example, live, valid_rows
-        self._static: dict[str, torch.Tensor] = {}
-        self._given: dict[str, torch.Tensor] = {}
-        self._data: dict[str, Any] = {}
-        self._rows: int | None = None
-        self._graph = BreakableCUDAGraph(name=getattr(forward, "__name__", type(forward).__name__))
-        self._output: Any = None
-
-    def __enter__(self) -> _ForwardRuns:
-        self.begin(0)
-        self._rows = None  # a capture has all rows
-        self._static = {name: tensor.clone() for name, tensor in self._given.items()}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._graph.reset()
-
-    def begin(self, number: int) -> None:
-        """Take the inputs of a round.
-
-        Args:
-            number: Of the round.
-        """
-        self._given = {name: tensor.clone() for name, tensor in self._example(number).items()}
-        self._data = dict(self._live(number)) if self._live is not None else {}
-        self._rows = self._valid_rows(number) if self._valid_rows is not None else None
-
-    def capture(
-        self,
-        *,
-        state: Sequence[Any],
-        generators: Sequence[torch.Generator],
-        modules: Sequence[torch.nn.Module],
-        backend: str,
-    ) -> Case:
-        """Warm up, note what the forward does, and capture it."""
-        pool = GraphPool(backend=backend)
-        keeper = StateKeeper(state, generators=generators, device=pool.device)
-        with torch.no_grad():
-            with pool.on_capture_stream(), keeper.preserved():
-                self.eager()
-            python = PythonState(modules)
-            tape = record(lambda: keeper.outcome(self.eager), within=self._static.values())
-            python.restore()  # the capture is to find what this run found
-            self._refill()
-            capture = BreakableCUDAGraphCapture(
-                self._graph, pool=pool, live=self._data, state=keeper.state, generators=generators
-            )
-            with capture:
-                self._output = self._forward(**self._static, **self._data)
-        return Case(
-            graph=self._graph,
-            keeper=keeper,
-            replay=self.replay,
-            eager=self.eager,
-            at_capture=tape,
-            attributes=plain_attributes(modules),
-            modules=tuple(modules),
-            live=lambda: self._data,
-            within=tuple(self._static.values()),
-            watch=AddressWatch(modules, tensors=self._static),
-        )
-
-    def replay(self) -> Any:
-        """Replay the step at hand; returns its result's real rows."""
-        with torch.no_grad():
-            self._refill()
-            self._graph.replay(self._data, valid_rows=self._rows)
-        return self._cut(self._output)
-
-    def eager(self) -> Any:
-        """The eager twin: the same buffers, marked functions as in a replay."""
-        with torch.no_grad():
-            self._refill()
-            padded = self._graph.padded_rows
-            with eager_step(self._data, valid_rows=self._rows, padded_rows=padded):
-                return self._cut(self._forward(**self._static, **self._data))
-
-    def _refill(self) -> None:
-        if self._given.keys() != self._static.keys():
-            raise ConfigError(
-                f"example() gave inputs {sorted(self._given)}; round 0 had {sorted(self._static)}.",
-                why="A captured forward has the inputs of its capture.",
-                fix="Return the same names for every round.",
-            )
-        for name, tensor in self._given.items():
-            static = self._static[name]
-            if static.shape != tensor.shape or static.dtype != tensor.dtype:
-                raise ConfigError(
-                    f"example() gave input {name!r} as {tuple(tensor.shape)} {tensor.dtype}; round 0 had "
-                    f"{tuple(static.shape)} {static.dtype}.",
-                    why="A captured forward has fixed shapes.",
-                    fix="Return one shape and dtype for every round; fewer real rows are valid_rows=.",
-                )
-            static.copy_(tensor)
-
-    def _cut(self, result: Any) -> Any:
-        """Without rows of padding."""
-        rows, padded = self._rows, self._graph.padded_rows
-
-        def real(_: str, leaf: Any) -> Any:
-            if rows is None or not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != padded:
-                return leaf
-            return leaf[:rows]
-
-        return map_leaves(result, real)
