@@ -15,7 +15,7 @@ import attrs
 from breakgraph.replay_program import StepKind
 from breakgraph.streams import StreamUse
 
-__all__ = ["Advice", "Explanation", "StepExplained", "StepTime", "Times", "Traffic", "short_name"]
+__all__ = ["Advice", "Explanation", "StepExplained", "StepTime", "Times", "Traffic", "duration", "plural", "short_name"]
 
 _NAMES = 3
 
@@ -227,14 +227,15 @@ class Explanation:
             return f"{self.name}: nothing captured"
         launches = sum(step.launches or 0 for step in self.segments)
         lines = [
-            f"{self.name}: {len(self.segments)} segments, {len(self.breaks)} breaks, {launches} kernels in segments, "
+            f"{self.name}: {plural(len(self.segments), 'segment')}, {plural(len(self.breaks), 'break')}, "
+            f"{plural(launches, 'kernel')} in segments, "
             f"live data {list(self.live_names) or 'none'}, padded rows {self.padded_rows}, "
             f"{int(self.totals.get('bridge_bytes', 0))} bridge bytes"
         ]
         if self.times is not None:
             lines.append(
-                f"  a replay: {self.times.host_us:.1f} us of the host, {self.times.device_us:.1f} us on {self.times.device}, "
-                f"medians of {self.times.runs}"
+                f"  a replay: {duration(self.times.host_us)} of the host, {duration(self.times.device_us)} on "
+                f"{self.times.device}, medians of {self.times.runs}"
             )
         if self.unbound_live:
             lines.append(
@@ -255,7 +256,7 @@ class Explanation:
         time, share = "", self.share(step)
         if step.time is not None:
             waits = ", waits for the device" if step.time.waits else ""
-            time = f"  {step.time.host_us:.1f} us host, {step.time.device_us:.1f} us device{waits}"
+            time = f"  {duration(step.time.host_us)} host, {duration(step.time.device_us)} device{waits}"
         if share is not None:
             time += f"  {share:.1%}"
         what = f"{step.name}{f' [{detail}]' if detail else ''}{mark}"
@@ -283,7 +284,26 @@ def _most(kernels: Mapping[str, int]) -> str:
     ranked = short.most_common()
     shown = ", ".join(f"{count} x {name}" for name, count in ranked[:_NAMES])
     rest = sum(count for _, count in ranked[_NAMES:])
-    return shown + (f", {rest} others" if rest else "")
+    return shown + (f", {rest} more" if rest else "")
+
+
+def duration(microseconds: float) -> str:
+    """A time for people: microseconds, or milliseconds from ten of them on.
+
+    Args:
+        microseconds: The time.
+    """
+    return f"{microseconds:.1f} us" if microseconds < 10_000 else f"{microseconds / 1000:.1f} ms"
+
+
+def plural(count: int, noun: str) -> str:
+    """A count and its noun, such as `1 break` and `2 breaks`.
+
+    Args:
+        count: The count.
+        noun: For one.
+    """
+    return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 def short_name(name: str, *, most: int = 60) -> str:

@@ -10,6 +10,9 @@ from breakgraph.replay_program import StepKind
 
 __all__ = ["advice_for"]
 
+_WORTH_A_WORD = 1024
+"""Bytes of a break's fresh results: fewer are copied in the time of an empty kernel."""
+
 
 def advice_for(
     steps: Sequence[StepExplained], *, hoistable: Mapping[int, str], launch_us: float | None, small: int
@@ -70,11 +73,11 @@ def _hoisting(steps: Sequence[StepExplained], hoistable: Mapping[int, str]) -> I
 
 def _copies(steps: Sequence[StepExplained]) -> Iterable[Advice]:
     """A fresh result is copied into its bridge at every replay."""
-    for name, group in _by_name(step for step in steps if step.traffic.copied):
+    for name, group in _by_name(step for step in steps if step.traffic.copied >= _WORTH_A_WORD):
         total = sum(step.traffic.copied for step in group)
         yield Advice(
             f"break '{name}' ({_places(group)}) returns fresh tensors, {total} bytes that each replay copies: let it write into "
-            "an argument, declared in writes=",
+            "an argument (where that has rows, named in rows= and writes=)",
             tuple(step.index for step in group),
         )
 

@@ -598,7 +598,7 @@ def test_explain_lists_steps_with_their_lines(backend: str, device: torch.device
     with BreakableCUDAGraphCapture(graph, backend=backend):
         _one_break(torch.ones(2, device=device))
     text = str(graph.explain())
-    assert "demo: 2 segments, 1 breaks" in text
+    assert "demo: 2 segments, 1 break, " in text
     assert "host_scale [return: bridge]" in text
     assert "test_capture.py" in text
     assert graph.stats().segments == 2

@@ -222,3 +222,26 @@ def test_an_eager_step_of_an_idle_rank_has_no_rows() -> None:
     with rig.runner.suspend():
         assert rig.runner.run(empty, key=GraphKey(0)).output.shape == (0,)
     assert seen[-1] == 0
+
+
+def test_a_break_that_keeps_what_a_segment_made_keeps_one_buffer() -> None:
+    """A break that appends its argument to a list has the same memory at every replay; a clone is its own."""
+    kept: list[torch.Tensor] = []
+    cloned: list[torch.Tensor] = []
+
+    @eager_on_graph
+    def remember(k: torch.Tensor) -> None:
+        kept.append(k)
+        cloned.append(k.clone())
+
+    x = torch.zeros(2)
+    graph = BreakableCUDAGraph()
+    with torch.no_grad(), BreakableCUDAGraphCapture(graph, backend="emulated"):
+        remember(x + 1)
+    kept.clear()
+    cloned.clear()
+    for value in (1.0, 2.0):
+        x.fill_(value)
+        graph.replay()
+    assert [float(one[0]) for one in kept] == [3.0, 3.0]
+    assert [float(one[0]) for one in cloned] == [2.0, 3.0]

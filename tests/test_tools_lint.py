@@ -759,12 +759,12 @@ def test_bad_targets_are_refused_in_three_lines(cases: Path, target: str, said: 
     assert said in result.stderr
 
 
-def test_an_exception_of_the_forward_stays_the_users(cases: Path) -> None:
-    """The command lets it through as it is, with a note."""
+def test_an_exception_of_the_forward_is_shown(cases: Path) -> None:
+    """The command shows it with its traceback and a note; the status is not that of a finding."""
     result = _run("lint_cases.py:raising")
-    assert isinstance(result.exception, TypeError)
-    assert "unsupported operand" in str(result.exception)
-    assert result.exception.__notes__
+    assert result.exit_code == 2
+    assert "TypeError: unsupported operand" in result.stderr
+    assert "raised in the forward" in result.stderr
 
 
 def test_a_terminal_gets_a_table(

@@ -31,11 +31,13 @@ from breakgraph.cli import app
 from breakgraph.errors import ConfigError
 from breakgraph.graph_key import GraphKey
 from breakgraph.server.size_recorder import SizeRecorder, recorded_sizes
+from breakgraph.server.start_table import start_lines
 from breakgraph.serving import LLM, SamplingParams
 from breakgraph.serving.size_file import checked_size_file, write_sizes
 from breakgraph.statistics import MOST_SIZES, RunnerStatistics
 from breakgraph.tools import LadderFigures, Tuning, from_reports, read_ladder, read_measured, read_sizes, tune
 from breakgraph.tools.tuning.costs import Costs, CostUnit, Line
+from breakgraph.tools.tuning.ladder_file import check_output, write_ladder
 from breakgraph.tools.tuning.plot import save_plot
 from breakgraph.tools.tuning.rivals import doubling, doubling_above, every, usual_ladders
 from tests.runner_models import DecodeRig, PrefillRig
@@ -266,7 +268,7 @@ def test_many_sizes_are_exact_with_a_limit_of_graphs_and_quick() -> None:
 
 
 def test_many_sizes_within_a_limit_of_bytes() -> None:
-    """Candidates are thinned, which is said, and a step costs less than a cell more than without any limit of bytes."""
+    """Few candidates are tried, which is said, and the sizes that matter are among them."""
     rng = random.Random(3)
     sizes = Counter(min(2048, max(1, round(rng.lognormvariate(5, 1)))) for _ in range(5000))
     need = {1: 1 << 20, 2048: 40 << 20}
@@ -276,13 +278,15 @@ def test_many_sizes_within_a_limit_of_bytes() -> None:
     assert tuning.tuned.memory_bytes is not None
     assert 60 << 20 < tuning.tuned.memory_bytes <= 100 << 20
     free = tune(sizes, max_graphs=tuning.tuned.graphs).tuned
-    width = int(note.partition("largest of each ")[2].split(":")[0])
     assert free.mean_cost <= tuning.tuned.mean_cost
     # Where the limit does not bind, all sizes are tried.
     roomy = tune(sizes, max_graphs=8, memory_bytes=1 << 40, graph_bytes=need)
     assert roomy.notes == ()
     assert roomy.tuned.mean_cost == tune(sizes, max_graphs=8).tuned.mean_cost
-    assert width > 1
+    # One size has nearly all the weight, and lies among the 1 % that an equal cut would take for one.
+    heavy = {**dict.fromkeys(range(1, 2001), 1), 4: 10**6}
+    tuning = tune(heavy, memory_bytes=1001, graph_bytes={1: 1, 4: 1, 5: 1000, 2000: 1000})
+    assert tuning.ladder.sizes == (4, 2000)
 
 
 def test_graphs_of_equal_bytes_are_counted() -> None:
@@ -922,3 +926,78 @@ def test_the_page_says_what_tune_prints() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     known = {name for one in ("tune", "serve") for option in commands[one].params for name in option.opts}
     assert set(re.findall(r"(--[a-z][a-z-]+)", section)) <= known
+
+
+def test_an_output_that_cannot_be_used_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
+    """The ladder goes to a .json that is no input of the run: a trace is never replaced by its ladder."""
+    trace = tmp_path / "sizes.csv"
+    trace.write_text("size,count\n4,2\n9,1\n")
+    for output, says in (("ladder.txt", "ends in .json"), (str(trace), "ends in .json")):
+        result = CliRunner().invoke(app, ["tune", "--sizes", str(trace), "--max-graphs", "1", "--output", output])
+        assert (result.exit_code, says in result.stderr) == (2, True)
+    same = tmp_path / "times.json"
+    with pytest.raises(ConfigError, match="is read, or written otherwise"):
+        check_output(same, inputs=(None, same))
+    assert trace.read_text().startswith("size,count")
+
+
+def test_a_ladder_knows_its_phase(tmp_path: Path) -> None:
+    """A file of prefill steps is refused as a ladder of decode steps."""
+    path = tmp_path / "ladder.json"
+    write_ladder(path, values={"ladder": [4, 9], "phase": "prefill"})
+    assert read_ladder(path, phase="prefill").sizes == (4, 9)
+    with pytest.raises(ConfigError, match="has the ladder of prefill steps; expected one of decode steps"):
+        read_ladder(path, phase="decode")
+
+
+def test_a_largest_size_has_a_bucket(tmp_path: Path) -> None:
+    """--largest: the ladder covers it, though no step was seen of it."""
+    trace = tmp_path / "sizes.csv"
+    trace.write_text("size,count\n4,200\n9,100\n")
+    result = CliRunner().invoke(app, ["tune", "--sizes", str(trace), "--max-graphs", "3", "--largest", "64", "--json"])
+    assert json.loads(result.stdout)["ladder"] == [4, 9, 64]
+
+
+def test_a_ladder_of_nothing_is_said_in_words() -> None:
+    """Where eager is cheaper for every size there is no ladder to paste."""
+    tuning = tune({4: 3, 9: 1}, max_graphs=2, step_times={1: 100, 9: 100}, eager_times={1: 1, 9: 1})
+    assert tuning.ladder.sizes == ()
+    assert "no graph pays: an eager step is cheaper for every size" in str(tuning)
+    assert "--prefill-sizes" not in str(tuning)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    """What np.unique counts is taken as it is."""
+    sizes, counts = np.unique(np.array([3, 3, 8]), return_counts=True)
+    assert tune(dict(zip(sizes, counts, strict=True)), max_graphs=2).ladder.sizes == (3, 8)
+
+
+def test_a_file_that_somebody_else_replaces_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Two servers on one file: each says once that it was replaced; its mode stays."""
+    path = tmp_path / "sizes.jsonl"
+    write_sizes(path, sizes={"prefill": {1: 1}})
+    path.chmod(0o600)
+    counts = Counter({4: 1})
+    recorder = SizeRecorder(path, sizes=lambda: {"prefill": dict(counts)}, seconds=0.01)
+    recorder.start()
+    wait_for(lambda: read_sizes(path) == {4: 1})
+    assert path.stat().st_mode & 0o777 == 0o600
+    time.sleep(0.01)
+    write_sizes(path, sizes={"prefill": {7: 9}})
+    counts[5] += 1
+    wait_for(lambda: read_sizes(path) == {4: 1, 5: 1})
+    recorder.stop()
+    assert sum("was replaced by somebody else" in record.message for record in caplog.records) == 1
+
+
+def test_a_start_says_which_steps_have_no_bucket() -> None:
+    """Steps above the ladder, and buckets above the steps, are said when a server starts."""
+    model = speaking_model()
+
+    def said_with(ladder: Any) -> str:
+        options = {**OPTIONS, "prefill_sizes": ladder, "max_num_tokens": 64, "graphs": "on", "verify": "never"}
+        return "\n".join(start_lines(LLM(model, **options)))
+
+    said = said_with((4, 4000))
+    assert "prefill buckets [4000] are above the most tokens of a step, 64: 64 stands for them" in said
+    assert "prefill steps of 10 to 64 tokens run eagerly: the largest bucket is 9" in said_with(Buckets.of([4, 9]))

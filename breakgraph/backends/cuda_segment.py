@@ -80,7 +80,7 @@ class CudaSegment(Segment):
 
     def describe(self) -> str:
         """The count of graph nodes."""
-        return f"{self._nodes} nodes{', random' if self.draws_random_numbers else ''}"
+        return f"{self._nodes} node{'' if self._nodes == 1 else 's'}{', random' if self.draws_random_numbers else ''}"
 
     def kernels(self) -> Mapping[str, int]:
         """Nodes by the driver's name of the kernel, or by type."""

@@ -88,7 +88,7 @@ class EmulatedSegment(Segment):
 
     def describe(self) -> str:
         """The count of operators."""
-        return f"{len(self.operators)} operators"
+        return f"{len(self.operators)} operator{'' if len(self.operators) == 1 else 's'}"
 
     def kernels(self) -> Mapping[str, int]:
         """Operators by name."""

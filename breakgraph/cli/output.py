@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
@@ -131,7 +132,8 @@ def exit_status(*, runs_code: bool = False) -> Iterator[None]:
     """Turns what can go wrong into a message on stderr and an exit status, without a traceback.
 
     Args:
-        runs_code: The command runs code of the user, whose exceptions, of files as well, come out as they are.
+        runs_code: The command runs code of the user. What that raises is shown with its traceback, without our own frames,
+            and the status is that of bad input: 1 says what the command found.
     """
     try:
         yield
@@ -140,11 +142,22 @@ def exit_status(*, runs_code: bool = False) -> Iterator[None]:
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except BreakgraphError as error:
         say(f"breakgraph: {_in_options(error)}")
-        raise typer.Exit(EXIT_BAD_INPUT if isinstance(error, ConfigError) else EXIT_FAILED) from None
+        for note in getattr(error, "__notes__", ()):
+            say(f"  {note}")
+        bad = isinstance(error, ConfigError) or runs_code
+        raise typer.Exit(EXIT_BAD_INPUT if bad else EXIT_FAILED) from None
     except OSError as error:  # of a file that was named; those of stdout end the program where they happen
         if runs_code:
+            _show_traceback(error)
+        else:
+            say(f"breakgraph: {error}")
+        raise typer.Exit(EXIT_BAD_INPUT) from None
+    except (typer.Exit, typer.Abort):
+        raise
+    except Exception as error:
+        if not runs_code:
             raise
-        say(f"breakgraph: {error}")
+        _show_traceback(error)
         raise typer.Exit(EXIT_BAD_INPUT) from None
 
 
@@ -169,3 +182,12 @@ def _in_options(error: BreakgraphError) -> str:
         return str(error)
     option = _OPTIONS.get(found[1], "--" + found[1].replace("_", "-"))
     return "\n".join((error.what.replace(found[0], option, 1), error.why, error.fix.replace(found[1], option)))
+
+
+def _show_traceback(error: BaseException) -> None:
+    """The user's exception as Python shows it, from the first frame that is not of this package's command line on."""
+    shown = traceback.TracebackException.from_exception(error)
+    ours = os.sep + os.path.join("breakgraph", "cli") + os.sep
+    last = max((index for index, frame in enumerate(shown.stack) if ours in frame.filename), default=-1)
+    shown.stack = traceback.StackSummary.from_list(list(shown.stack)[last + 1 :])
+    say("".join(shown.format()).rstrip())

@@ -191,8 +191,8 @@ def _ladder(text: str | None, *, option: str) -> tuple[int, ...] | None:
 
     if text is None:
         return None
-    if text.endswith(".json"):
-        return read_ladder(text).sizes
+    if text.lower().endswith(".json"):
+        return read_ladder(text, phase=option.removeprefix("--").removesuffix("-sizes")).sizes
     parts = [part.strip() for part in text.strip(" []").split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) < 10 and int(part) > 0 for part in parts):
         raise ConfigError(

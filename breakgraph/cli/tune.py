@@ -43,6 +43,13 @@ def tune(
     ] = None,
     max_graphs: Annotated[int | None, typer.Option(help="Most buckets. This, --memory or both.")] = None,
     memory: Annotated[float | None, typer.Option(help="Most memory of all graphs together, GiB.")] = None,
+    largest: Annotated[
+        int | None,
+        typer.Option(
+            help="A size that must have a bucket, such as serve's --max-num-batched-tokens: counted as one more step.",
+            show_default=False,
+        ),
+    ] = None,
     step_times: Annotated[
         Path | None,
         typer.Option(
@@ -72,14 +79,18 @@ def tune(
 ) -> None:
     """Find the buckets with the least expected cost for the sizes that steps had, and compare them with usual ones."""
     with exit_status():
-        from breakgraph.tools.tuning.ladder_file import write_ladder
-        from breakgraph.tools.tuning.plot import save_plot
+        from breakgraph.tools.tuning.ladder_file import check_output, write_ladder
+        from breakgraph.tools.tuning.plot import check_plot, save_plot
         from breakgraph.tools.tuning.tune import read_measured, read_sizes
         from breakgraph.tools.tuning.tune import tune as tuned
 
         raise_on_interrupt()
+        if plot is not None:
+            check_plot(plot)
+        if output is not None:
+            check_output(output, inputs=(sizes, step_times, eager_times, graph_bytes, plot))
         tuning = tuned(
-            read_sizes(sizes, phase=phase),
+            _with(read_sizes(sizes, phase=phase), largest),
             max_graphs=max_graphs,
             memory_bytes=None if memory is None else _bytes(memory),
             step_times=None if step_times is None else read_measured(step_times, column="microseconds"),
@@ -87,7 +98,7 @@ def tune(
             graph_bytes=_graph_bytes(graph_bytes, each=bytes_per_graph),
         )
         if output is not None:
-            write_ladder(output, values=tuning.as_dict())
+            write_ladder(output, values={**tuning.as_dict(), **({} if phase is None else {"phase": phase.value})})
         if plot is not None:
             save_plot(tuning, path=plot)
         if as_json:
@@ -96,6 +107,10 @@ def tune(
             _print(tuning)
         else:
             write(f"{tuning}\n")
+
+
+def _with(sizes: dict[int, int], largest: int | None) -> dict[int, int]:
+    return sizes if largest is None else {**sizes, largest: sizes.get(largest, 0) + 1}
 
 
 def _bytes(gib: float) -> int:

@@ -38,7 +38,8 @@ class SizeRecorder:
         self._sizes = sizes
         self._seconds = seconds
         self._written: Sizes = {}
-        self._failing = False
+        self._failing = self._told = False
+        self._seen: int | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="breakgraph-sizes", daemon=True)
 
@@ -51,24 +52,37 @@ class SizeRecorder:
         self._ended.set()
         if self._thread.ident is not None:
             self._thread.join()
-        self._write()
+        self._failing = False  # the last word is said again
+        self._write(again="")
 
     def _run(self) -> None:
         while not self._ended.wait(self._seconds):
             self._write()
 
-    def _write(self) -> None:
+    def _write(self, *, again: str = "; trying again") -> None:
         sizes = self._sizes()
         if sizes == self._written or not any(sizes.values()):
             return
+        self._warn_of_others()
         try:
             write_sizes(self._path, sizes=sizes)
         except OSError as error:
             if not self._failing:
-                _LOG.warning("the sizes of steps cannot be written to %s: %s; trying again", self._path, error)
+                _LOG.warning("the sizes of steps cannot be written to %s: %s%s", self._path, error, again)
             self._failing = True
             return
         self._written, self._failing = sizes, False
+        self._seen = self._path.stat().st_mtime_ns
+
+    def _warn_of_others(self) -> None:
+        """Say once where another process has replaced the file since our last turn."""
+        try:
+            changed = self._path.stat().st_mtime_ns if self._path.exists() else None
+        except OSError:
+            return
+        if self._seen not in (None, changed) and not self._told:
+            self._told = True
+            _LOG.warning("%s was replaced by somebody else; give each server a file of its own", self._path)
 
 
 @contextmanager

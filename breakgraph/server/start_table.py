@@ -8,6 +8,7 @@ from rich import box
 from rich.table import Column, Table
 
 from breakgraph.graph_key import GraphKey, PrefillKey
+from breakgraph.serving.config import Graphs
 from breakgraph.serving.engine import Engine
 from breakgraph.serving.llm import LLM
 
@@ -64,6 +65,7 @@ def start_lines(llm: LLM) -> Iterator[str]:
         f"KV cache: {engine.usable_blocks:,} blocks of {sizes.block_size}, {tokens:,} tokens, {size / _GIB:.2f} GiB; at most"
         f" {sizes.max_batch_size} requests at a time, of at most {engine.longest_request:,} tokens"
     )
+    yield from _beyond_ladders(llm)
     split = engine.memory
     if split is not None:
         yield (
@@ -71,6 +73,20 @@ def start_lines(llm: LLM) -> Iterator[str]:
             f" {split.activations / _GIB:.1f} activations, {split.graphs / _GIB:.1f} kept for graphs,"
             f" {split.cache / _GIB:.1f} left for the cache"
         )
+
+
+def _beyond_ladders(llm: LLM) -> Iterator[str]:
+    """Steps without a graph, and buckets that were asked for and that no step reaches."""
+    sizes, config = llm.engine.sizes, llm.config
+    for name, noun, ladder, most, asked in (
+        ("prefill", "tokens", sizes.prefill, sizes.max_num_tokens, config.prefill_sizes),
+        ("decode", "requests", sizes.decode, sizes.max_batch_size, config.decode_sizes),
+    ):
+        if config.graphs is Graphs.ON and ladder.largest < most:
+            yield f"{name} steps of {ladder.largest + 1} to {most} {noun} run eagerly: the largest bucket is {ladder.largest}"
+        above = [size for size in asked or () if size > most]
+        if above:
+            yield f"{name} buckets {above} are above the most {noun} of a step, {most}: {ladder.largest} stands for them"
 
 
 def _sizes(keys: Iterable[PrefillKey | GraphKey]) -> str:

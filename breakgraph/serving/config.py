@@ -116,7 +116,9 @@ def _some_bucket(instance: object, attribute: attrs.Attribute[Any], value: objec
         )
 
 
-def _sizes(values: Iterable[int] | None) -> tuple[int, ...] | None:
+def _sizes(values: Iterable[int] | Buckets | None) -> tuple[int, ...] | None:
+    if isinstance(values, Buckets):
+        return values.sizes
     # What is no list of sizes goes on as it is, to the validator, which knows the option's name.
     if isinstance(values, Iterable) and not isinstance(values, (str, bytes)):
         return tuple(values)

@@ -7,6 +7,8 @@ import csv
 import io
 import json
 import os
+import secrets
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -30,7 +32,7 @@ def checked_size_file(path: str | Path) -> Path:
         ConfigError: It has another extension, is no regular file, or cannot be written where it is.
     """
     given, made = str(path), Path(path).expanduser()
-    if made.suffix not in (".jsonl", ".csv"):
+    if made.suffix.lower() not in (".jsonl", ".csv"):
         raise ConfigError(
             f"sizes cannot be recorded in {given!r}; expected a name that ends in .jsonl or .csv.",
             why="The extension says how they are written, and how breakgraph tune reads them.",
@@ -55,7 +57,8 @@ def checked_size_file(path: str | Path) -> Path:
 def write_sizes(path: str | Path, *, sizes: Mapping[str, Mapping[int, int]]) -> None:
     """Writes sizes, or replaces those that are there: whoever reads sees the old file or the new one, never a half.
 
-    A process that is killed meanwhile leaves the old file, and perhaps a temporary one with its process id in the name.
+    A process that is killed meanwhile leaves the old file, and perhaps a temporary one beside it. Two that write one file replace
+    each other's; give each its own.
 
     Args:
         path: `.csv` for columns phase, size, count; anything else is one JSON object a line with these keys.
@@ -67,7 +70,7 @@ def write_sizes(path: str | Path, *, sizes: Mapping[str, Mapping[int, int]]) -> 
     target = Path(path)
     rows = [(phase, size, count) for phase, counts in sizes.items() for size, count in sorted(counts.items())]
     text = io.StringIO(newline="")
-    if target.suffix == ".csv":
+    if target.suffix.lower() == ".csv":
         csv.writer(text, lineterminator="\n").writerows([("phase", "size", "count"), *rows])
     else:
         text.writelines(
@@ -76,6 +79,8 @@ def write_sizes(path: str | Path, *, sizes: Mapping[str, Mapping[int, int]]) -> 
     beside = _beside(target)
     try:
         beside.write_text(text.getvalue(), encoding="utf-8", newline="")
+        if target.exists():
+            shutil.copymode(target, beside)
         os.replace(beside, target)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -84,4 +89,5 @@ def write_sizes(path: str | Path, *, sizes: Mapping[str, Mapping[int, int]]) -> 
 
 
 def _beside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Not the process id: two containers may share the folder, and both be process 1.
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")

@@ -105,7 +105,7 @@ def _observers(graph: BreakableCUDAGraph, modes: set[DebugMode], places: frozens
 
 def _mode(mode: DebugMode | str) -> DebugMode:
     try:
-        return DebugMode(mode)
+        return DebugMode("synchronise" if mode == "synchronize" else mode)
     except ValueError:
         raise ConfigError(
             f"modes has {mode!r}; expected some of {[known.value for known in DebugMode]}.",
@@ -115,6 +115,8 @@ def _mode(mode: DebugMode | str) -> DebugMode:
 
 
 def _listed(values: object, *, name: str, example: str) -> Iterable[Any]:
+    if isinstance(values, DebugMode):
+        return [values]
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise ConfigError(
             f"{name}={values!r}; expected several of them, in a list or tuple.",

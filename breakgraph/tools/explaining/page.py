@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import html
 import json
+from collections import Counter
 from collections.abc import Iterator
 from importlib import resources
 from typing import Any
 
-from breakgraph.explanation import Explanation, StepExplained, short_name
+from breakgraph.errors import ConfigError
+from breakgraph.explanation import Explanation, StepExplained, duration, short_name
 from breakgraph.replay_program import StepKind
 
 __all__ = ["html_page"]
@@ -28,6 +30,12 @@ def html_page(explanation: Explanation) -> str:
     Returns:
         The page, UTF-8, some hundred bytes a step besides 10 kB.
     """
+    if not isinstance(explanation, Explanation):
+        raise ConfigError(
+            f"html_page() got a {type(explanation).__name__}; expected an Explanation.",
+            why="The page shows what explain() found.",
+            fix="Pass graph.explain(), or breakgraph.tools.explain(graph).",
+        )
     bars = list(_measured_bars(explanation) if explanation.times is not None else _unmeasured_bars(explanation))
     left_out = len(bars) - _BROWSABLE
     legend = "scroll to zoom, drag to move, double-click for all, click for the row"
@@ -88,8 +96,8 @@ def _cards(explanation: Explanation) -> Iterator[tuple[str, str]]:
     yield "breaks", str(len(explanation.breaks))
     yield "kernels in segments", str(sum(step.launches or 0 for step in explanation.segments))
     if explanation.times is not None:
-        yield "host, us", f"{explanation.times.host_us:,.1f}"
-        yield "device, us", f"{explanation.times.device_us:,.1f}"
+        yield "host", duration(explanation.times.host_us)
+        yield "device", duration(explanation.times.device_us)
     for name, title in (("pool_bytes", "pool"), ("bridge_bytes", "bridges"), ("executable_bytes", "executables")):
         yield title, _bytes(int(explanation.totals.get(name, 0)))
 
@@ -114,7 +122,7 @@ def _row(explanation: Explanation, step: StepExplained) -> str:
     if step.live:
         detail.append(f"live data {', '.join(step.live)}")
     small = "".join(f"<small>{html.escape(text)}</small>" for text in detail if text)
-    names = list((step.kernels or {}).items())
+    names = Counter(step.kernels or {}).most_common()
     kernels = "".join(
         f"<small title='{html.escape(name)}'>{count} x {html.escape(short_name(name, most=44))}</small>"
         for name, count in names[:_ROW_NAMES]
@@ -152,9 +160,9 @@ def _unmeasured_bars(explanation: Explanation) -> Iterator[dict[str, Any]]:
 def _bar(step: StepExplained, *, lane: int, begin: float, took: float, waits: bool = False) -> dict[str, Any]:
     lines = [f"{step.index}  {step.kind.value}  {step.name}", step.line]
     if step.time is not None:
-        lines.append(f"{step.time.host_us:.1f} us of the host, {step.time.device_us:.1f} us of the device")
+        lines.append(f"{duration(step.time.host_us)} of the host, {duration(step.time.device_us)} of the device")
     if step.kernels:
-        lines += [f"{count} x {short_name(name, most=100)}" for name, count in list(step.kernels.items())[:_TIPS]]
+        lines += [f"{count} x {short_name(name, most=100)}" for name, count in Counter(step.kernels).most_common(_TIPS)]
         lines += [f"and {len(step.kernels) - _TIPS} more names"] if len(step.kernels) > _TIPS else []
     lines += [f"ends: {step.why}"] if step.why else []
     return {

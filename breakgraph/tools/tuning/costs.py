@@ -6,8 +6,10 @@ import enum
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
+from typing import Any
 
 import attrs
+import numpy as np
 
 from breakgraph.buckets import Buckets
 from breakgraph.errors import ConfigError
@@ -84,6 +86,7 @@ class Line:
         """
         if not isinstance(measured, Mapping):
             raise _no_mapping(name, measured)
+        measured = _python_numbers(measured)
         for size, value in measured.items():
             number = not isinstance(value, bool) and isinstance(value, int | float) and 0 <= value <= MOST_COUNT
             if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MOST_ROWS or not number:
@@ -265,6 +268,15 @@ class Costs:
         )
 
 
+def _python_numbers(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """With numbers of numpy as those of Python, such as `np.unique` counts."""
+    return {_python_number(key): _python_number(value) for key, value in values.items()}
+
+
+def _python_number(value: Any) -> Any:
+    return value.item() if isinstance(value, np.integer | np.floating) else value
+
+
 def _no_mapping(name: str, value: object) -> ConfigError:
     return ConfigError(
         f"{name} is of type {type(value).__name__}; expected a mapping of sizes to numbers.",
@@ -276,6 +288,7 @@ def _no_mapping(name: str, value: object) -> ConfigError:
 def _checked_counts(sizes: Mapping[int, float]) -> dict[int, float]:
     if not isinstance(sizes, Mapping):
         raise _no_mapping("sizes", sizes)
+    sizes = _python_numbers(sizes)
     for size, count in sizes.items():
         number = not isinstance(count, bool) and isinstance(count, int | float) and 0 <= count <= MOST_COUNT
         if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MOST_ROWS or not number:

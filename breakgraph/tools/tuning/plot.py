@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,44 @@ from breakgraph.tools.tuning.tune import Tuning
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["save_plot"]
+__all__ = ["check_plot", "save_plot"]
 
 _LEAST_WIDTH = 64
 _BLUE, _RED, _GREY = "#1f5fa8", "#c8342c", "#5b6068"
 _CHOSEN = {"marker": "o", "markersize": 12, "zorder": 3}  # larger and behind, so that a rival in its place is seen
 _MARKERS = ("s", "^", "D", "v")
+
+
+def check_plot(path: str | Path) -> Path:
+    """Refuses, before anything is computed, a picture that could not be drawn.
+
+    Args:
+        path: A file whose name ends in .png.
+
+    Returns:
+        The path, with `~` resolved.
+
+    Raises:
+        ConfigError: The name ends in something else, or matplotlib is not installed.
+    """
+    given = Path(path).expanduser()
+    if given.suffix.lower() != ".png":
+        raise ConfigError(
+            f"the picture cannot be written to {str(path)!r}; expected a name that ends in .png.",
+            why="It is written as PNG, whatever its name says.",
+            fix="Name it like waste.png.",
+        )
+    try:
+        importlib.import_module("matplotlib.backends.backend_agg")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "matplotlib":
+            raise
+        raise ConfigError(
+            "the picture needs matplotlib, which is not installed.",
+            why="It comes with an extra of its own.",
+            fix='pip install -e ".[plot]", or leave --plot out.',
+        ) from None
+    return given
 
 
 def save_plot(tuning: Tuning, *, path: str | Path) -> None:
@@ -33,24 +66,10 @@ def save_plot(tuning: Tuning, *, path: str | Path) -> None:
     Raises:
         ConfigError: matplotlib is not installed, the name ends in something else, or it cannot be written.
     """
-    given = Path(path).expanduser()
-    if given.suffix.lower() != ".png":
-        raise ConfigError(
-            f"the picture cannot be written to {str(path)!r}; expected a name that ends in .png.",
-            why="It is written as PNG, whatever its name says.",
-            fix="Name it like waste.png.",
-        )
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "matplotlib":
-            raise
-        raise ConfigError(
-            "the picture needs matplotlib, which is not installed.",
-            why="It comes with an extra of its own.",
-            fix='pip install -e ".[plot]", or leave --plot out.',
-        ) from None
+    given = check_plot(path)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     # A figure of its own, not pyplot's: no display, no state that the process shares.
     figure = Figure(figsize=(8.0, 5.0), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)

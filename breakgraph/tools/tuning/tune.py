@@ -124,12 +124,15 @@ class Tuning:
         """What stands above the table, the ladder ready to be pasted, and what stands below it."""
         sizes, steps = len(self.costs.counts), sum(self.costs.counts.values())
         limits = [] if self.max_graphs is None else [f"at most {self.max_graphs:,} graphs"]
-        limits += [] if self.memory_bytes is None else [f"at most {self.memory_bytes / _GIB:g} GiB"]
-        above = [
-            f"{steps:,} steps of {sizes:,} sizes up to {self.costs.largest:,}; {', '.join(limits)}",
-            f"runners: Buckets.of({list(self.ladder.sizes)})",
-            f"serve:   --prefill-sizes {','.join(map(str, self.ladder.sizes))} (of decode steps: --decode-sizes)",
-        ]
+        limits += [] if self.memory_bytes is None else [f"at most {_memory(self.memory_bytes)}"]
+        above = [f"{steps:,} steps of {sizes:,} sizes up to {self.costs.largest:,}; {', '.join(limits)}"]
+        if self.ladder.sizes:
+            above += [
+                f"runners: Buckets.of({list(self.ladder.sizes)})",
+                f"serve:   --prefill-sizes {','.join(map(str, self.ladder.sizes))} (of decode steps: --decode-sizes)",
+            ]
+        else:
+            above.append("no graph pays: an eager step is cheaper for every size (serve --eager)")
         beyond = [] if all(one.fits for one in self.rivals) else ["* beyond the limits"]
         return above, [*beyond, *(f"note: {note}" for note in self.notes)]
 
@@ -225,8 +228,8 @@ def _check_limits(costs: Costs, *, max_graphs: int | None, memory_bytes: int | N
     need = costs.memory.bytes_at(costs.largest)
     if costs.eager is None and need > memory_bytes:
         raise ConfigError(
-            f"a graph for the largest size, {costs.largest:,}, takes {need:,} bytes ({need / _GIB:.3f} GiB); the limit of all"
-            f" graphs is {memory_bytes:,} ({memory_bytes / _GIB:.3f} GiB).",
+            f"a graph for the largest size, {costs.largest:,}, takes {need:,} bytes ({_memory(need)}); the limit of all"
+            f" graphs is {memory_bytes:,} ({_memory(memory_bytes)}).",
             why="Every size needs a bucket where no eager times say what a step without one costs.",
             fix="Raise the limit; or give --eager-times (eager_times= in Python), and large steps run eagerly.",
         )
@@ -244,8 +247,31 @@ def _best(costs: Costs, *, max_graphs: int | None, memory_bytes: int | None) -> 
     ladder = _tuned(costs, free, max_graphs=max_graphs, memory_bytes=None)
     if memory_bytes is None or (costs.of_graphs(ladder) or 0) <= memory_bytes:
         return ladder, _thinning(counts, free)
-    tried = _thinned(counts, most=_MOST_IN_MEMORY)
-    return _tuned(costs, tried, max_graphs=max_graphs, memory_bytes=memory_bytes), _thinning(counts, tried)
+    tried = _in_memory(costs)
+    ladder = _tuned(costs, tried, max_graphs=max_graphs, memory_bytes=memory_bytes)
+    note = f"{len(tried)} of {len(counts)} sizes were tried as buckets within the memory: a better ladder may exist."
+    return ladder, [] if len(tried) == len(counts) else [note]
+
+
+def _in_memory(costs: Costs) -> dict[int, float]:
+    """Few candidates that good ladders have: the buckets of the best ones of 1, 2, 3 ... graphs, and the tops of equal cells.
+
+    Cells alone were rejected: where nearly all steps are small, their one cell holds the buckets that matter.
+    """
+    counts = costs.counts
+    if len(counts) <= _MOST_IN_MEMORY:
+        return dict(counts)
+    found = set(_thinned(counts, most=_MOST_IN_MEMORY // 2))
+    shared = _thinned(counts, most=_MOST_CELLS // _MOST_IN_MEMORY)
+    eager = None if costs.eager is None else _mean_of_cells(costs, costs.eager, shared)
+    ladders = ladders_by_count(
+        shared, most=32, cost_per_row=costs.of_step, eager_cost=None if eager is None else eager.__getitem__
+    )
+    for ladder in ladders:
+        if len(found | set(ladder.buckets.sizes)) > _MOST_IN_MEMORY:
+            break
+        found |= set(ladder.buckets.sizes)
+    return {size: counts[size] for size in sorted(found)}
 
 
 def _tuned(
@@ -304,9 +330,13 @@ def _thinning(counts: Mapping[int, float], candidates: Mapping[int, float]) -> l
         return []
     width = _width(counts, most=len(candidates))  # the same: it found no narrower cells for as many
     return [
-        f"{len(candidates)} of {len(counts)} sizes were tried as buckets, the largest of each {width}: in the best ladder of all"
-        f" a bucket may be up to {width - 1} rows smaller."
+        f"{len(candidates)} of {len(counts)} sizes were tried as buckets, the largest of each {width}: a better ladder may exist,"
+        f" with buckets up to {width - 1} rows smaller."
     ]
+
+
+def _memory(nbytes: int) -> str:
+    return f"{nbytes / _GIB:.3g} GiB" if nbytes >= _GIB // 100 else f"{nbytes / (1 << 20):.3g} MiB"
 
 
 def _as_dict(figures: LadderFigures) -> dict[str, Any]:

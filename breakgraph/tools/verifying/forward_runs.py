@@ -27,6 +27,9 @@ class ForwardRuns:
         example: Round -> inputs.
         live: Round -> live data.
         valid_rows: Round -> real rows.
+
+    Attributes:
+        repeats: Whether every round had the inputs of the capture.
     """
 
     def __init__(
@@ -45,11 +48,14 @@ class ForwardRuns:
         self._rows: int | None = None
         self._graph = BreakableCUDAGraph(name=getattr(forward, "__name__", type(forward).__name__))
         self._output: Any = None
+        self._first: dict[str, torch.Tensor] = {}
+        self.repeats = True
 
     def __enter__(self) -> ForwardRuns:
         self.begin(0)
         self._rows = None  # a capture has all rows
         self._static = {name: tensor.clone() for name, tensor in self._given.items()}
+        self._first = self._given
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -65,6 +71,10 @@ class ForwardRuns:
         _check_step(given, data, number=number)
         self._given = {name: tensor.clone() for name, tensor in given.items()}
         self._data = dict(data)
+        if self._first:
+            self.repeats &= all(
+                name in self._first and torch.equal(self._first[name], tensor) for name, tensor in self._given.items()
+            )
         self._rows = self._valid_rows(number) if self._valid_rows is not None else None
 
     @property

@@ -14,7 +14,7 @@ from breakgraph.replay_program import Step
 from breakgraph.step_observer import Run, StepObserver
 from breakgraph.structure import storage_address
 from breakgraph.tools.verifying.case import Case
-from breakgraph.tools.verifying.naming import tensor_name
+from breakgraph.tools.verifying.naming import OUTSIDE, tensor_name
 from breakgraph.tools.verifying.report import Cause, Diagnosis
 from breakgraph.tools.verifying.tape import Entry
 from breakgraph.verification import Outcome, difference, same_snapshot, snapshot
@@ -75,10 +75,12 @@ def _undeclared(case: Case) -> Diagnosis | None:
         return None
     guilty = next((pair for pair in found if len(found) == 1 or _repeats(case, [pair[0]])), found[0])
     tensor, entry = guilty
+    name = tensor_name(tensor, case.modules)
     return Diagnosis(
         Cause.UNDECLARED_STATE,
-        f"{entry.name} writes {tensor_name(tensor, case.modules)}; eager repeats itself where that is put back",
+        f"{entry.name} writes {name}; eager repeats itself where that is put back",
         entry.line,
+        cure="" if name == OUTSIDE else f"Declare it: state=(model.{name.partition('.')[2]},).",
     )
 
 

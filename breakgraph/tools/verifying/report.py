@@ -55,7 +55,8 @@ _STORIES = {
     ),
     Cause.NON_DETERMINISTIC: (
         "The same step twice gives two results, so a replay cannot be equal to eager.",
-        "Use a deterministic kernel, declare the generator in generators=, or allow for it with a tolerance.",
+        "Use a deterministic kernel; draw from a torch.Generator that is declared in generators=; hand numbers that the host "
+        "draws to the step as live data.",
     ),
     Cause.UNDECLARED_STATE: (
         "The forward changes something that is not declared, so each run begins from another state.",
@@ -115,6 +116,7 @@ class Verification:
         difference: The difference of the results in words; empty where they are equal.
         blamed: The step to blame, in words.
         kinds: Of all steps of the graph, in the order of a replay.
+        notes: What makes the verdict weaker, such as inputs that were always those of the capture.
     """
 
     name: str
@@ -124,6 +126,7 @@ class Verification:
     difference: str = ""
     blamed: str = ""
     kinds: tuple[StepKind, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -148,7 +151,7 @@ class Verification:
 
     def __str__(self) -> str:
         if self.diagnosis is None:
-            return f"{self.name}: {self.rounds} replays equal eager, bit for bit"
+            return "\n  ".join((f"{self.name}: {self.rounds} replays equal eager, bit for bit", *self.notes))
         lines = [f"{self.name}: a replay differs from eager, round {self.rounds}: {self.difference}"]
         if self.divergence is not None:
             lines.append(f"  {self.divergence}")
