@@ -143,10 +143,15 @@ def test_names_of_the_runners_page_are_where_it_says() -> None:
 
 
 def test_the_examples_of_the_tools_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blocks of docs/tools.md under Explain, Verify and Debugging run as they stand and print what stands below them."""
+    """The blocks of docs/tools.md from Explain to Debugging run as they stand and print what stands below them."""
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "docs/tools.md").read_text()
-    for name, follows in (("Explain", "Verify"), ("Verify", "Debugging"), ("Debugging", "Tune")):
+    for name, follows in (
+        ("Explain", "Verify"),
+        ("Verify", "From a mark to a proof"),
+        ("From a mark to a proof", "Debugging"),
+        ("Debugging", "Tune"),
+    ):
         section = text[text.index(f"\n## {name}\n") : text.index(f"\n## {follows}\n")]
         (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
         expected = re.findall(r"```text\n(.*?)```", section, re.DOTALL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,9 @@ def test_a_moved_weight_of_a_runners_graph_is_named(device: torch.device) -> Non
     assert "up" in found.diagnosis.evidence
 
 
+NAMES = types.SimpleNamespace(a=torch.ones(2))
+
+
 class _Odd:
     """State that saves a structure of everything."""
 
@@ -212,7 +216,8 @@ class _Odd:
 
 
 @pytest.mark.parametrize(
-    "value", [float("nan"), object(), np.arange(3), np.array([np.nan]), {"a": float("nan")}, torch.eye(2).to_sparse()]
+    "value",
+    [float("nan"), object(), np.arange(3), np.array([np.nan]), {"a": float("nan")}, torch.eye(2).to_sparse(), NAMES],
 )
 def test_state_of_any_kind_accuses_nobody(value: Any) -> None:
     """Arrays, NaN, sparse tensors and objects without equality in saved state or results make no right forward wrong."""
