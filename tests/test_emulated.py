@@ -229,7 +229,7 @@ def test_capturing_leaves_other_threads_alone() -> None:
         thread.join()
         x * 2
     assert results == [3.0]
-    assert graph.steps[0].name == "1 operators"
+    assert graph.steps[0].name == "1 operator"
 
 
 def test_a_reset_frees_every_intermediate() -> None:

@@ -230,17 +230,24 @@ def test_state_of_any_kind_accuses_nobody(value: Any) -> None:
     assert found.ok, found
 
 
-def test_an_exception_of_the_replay_alone_is_a_verdict() -> None:
-    """Where only the replay raises, the step is wrong, and what it says is a part of the report."""
+def test_an_exception_of_the_replay_alone_is_a_verdict(backend: str, device: torch.device) -> None:
+    """Where only the replay raises, the step is wrong, what it says is a part of the report, and nothing that needs a replay is
+    said to be ruled out.
+    """
+    rows = [4]
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        index = torch.empty(4, dtype=torch.int64)
-        index[:2] = 1
-        return half(x + 1)[index % 4 if len(index) < 4 else index.clamp(-9, 3)]
+    @verify_faults.eager_on_graph
+    def shorter(x: torch.Tensor) -> torch.Tensor:
+        return x[: rows[0]] * 1
 
-    found = verify(forward, example=lambda n: {"x": torch.randn(4)}, backend="emulated")
-    assert not found.ok
-    assert found.difference
+    def example(number: int) -> dict[str, torch.Tensor]:
+        rows[0] = 4 - number
+        return {"x": torch.ones(4, device=device)}
+
+    found = verify(lambda x: shorter(x + 1).sum(), example=example, backend=backend)
+    assert found.diagnosis is not None
+    assert "the replay raised CopyBackError and eager did not" in found.difference
+    assert "replays repeat themselves" not in found.diagnosis.tried
 
 
 def test_nothing_is_left_behind(device: torch.device, backend: str) -> None:
