@@ -231,9 +231,7 @@ def test_state_of_any_kind_accuses_nobody(value: Any) -> None:
 
 
 def test_an_exception_of_the_replay_alone_is_a_verdict(backend: str, device: torch.device) -> None:
-    """Where only the replay raises, the step is wrong, what it says is a part of the report, and nothing that needs a replay is
-    said to be ruled out.
-    """
+    """Where only the replay raises, the step is wrong, and nothing that needs a replay is said to be ruled out."""
     rows = [4]
 
     @verify_faults.eager_on_graph
