@@ -30,6 +30,19 @@ def test_every_read_is_reported_with_its_line_and_the_code_runs_on() -> None:
     assert all("test_operator_watch.py" in line for _, line in found)
 
 
+def test_a_split_at_places_of_a_tensor_is_reported() -> None:
+    """FAULT-F3: `tensor_split` reads the places on the host and dispatches nothing for it; a list of numbers is no read."""
+    found: list[str] = []
+    x, places = torch.arange(6.0), torch.tensor([1, 2])
+    with watched_operators(lambda what, line: found.append(what), device=CPU):
+        x.tensor_split((1, 2))
+        torch.tensor_split(input=x, indices=(1, 2))
+        assert found == []
+        x.tensor_split(places)
+        torch.tensor_split(x, tensor_indices_or_sections=places)
+    assert found == ["tensor_split(...) at places that a tensor holds"] * 2
+
+
 def test_reads_inside_composites_are_found() -> None:
     """FAULT-F3: in inference mode an operator arrives whole that waits inside."""
     found: list[str] = []

@@ -450,8 +450,9 @@ def test_the_lines_to_mark_reach_to_the_last_use_and_name_what_they_need() -> No
     first = forward.__code__.co_firstlineno
     assert (mark.first, mark.last) == (first + 2, first + 5)
     assert (mark.reads, mark.assigns) == (("h", "bias"), ("out",))
-    assert "def forward_step(h, bias):" in str(mark)
-    assert "out = forward_step(h, bias)" in str(mark)
+    assert mark.example == "@eager_on_graph def forward_step(h, bias)"
+    assert mark.example in str(mark)
+    assert "reads: h, bias; sets for later: out" in str(mark)
 
 
 def test_state_and_kept_tensors_are_not_to_be_marked() -> None:
@@ -473,10 +474,8 @@ def _attend(h: torch.Tensor, lengths: list[tuple[int, int]]) -> torch.Tensor:
 def test_a_mark_that_was_suggested_gives_the_numbers_of_eager() -> None:
     """Lines moved as suggested, host data named as live: lint is content, and replays follow other lengths."""
     (mark,) = lint(_attend, x(), [(0, 1), (1, 4)]).suggestions
-    marked = """@eager_on_graph(live=("lengths",))
-    def attend_step(lengths, out, h):"""
-    assert marked in mark.text
-    assert "  called as attend_step(lengths, out, h)" in mark.text
+    assert mark.example == '@eager_on_graph(live=("lengths",)) def attend_step(lengths, out, h)'
+    assert (mark.reads, mark.assigns, mark.live) == (("lengths", "out", "h"), (), ("lengths",))
 
     @eager_on_graph(live=("lengths",))
     def attend_step(lengths: list[tuple[int, int]], out: torch.Tensor, h: torch.Tensor) -> None:
@@ -516,7 +515,7 @@ def _generator(h: torch.Tensor) -> Iterator[torch.Tensor]:
 @pytest.mark.parametrize(
     ("forward", "inputs", "said"),
     [
-        (_one_line, (3,), "called as return one_line_step(h, n)"),
+        (_one_line, (3,), "reads: h, n; sets for later: nothing"),
         (lambda h: list(_generator(h)), (), "a generator cannot be marked"),
     ],
     ids=["a function of one line", "a generator"],

@@ -39,6 +39,7 @@ _SYNC_METHODS: dict[Any, str] = {
     torch.tensor: "torch.tensor(...) from host data",
     torch.frombuffer: "torch.frombuffer(...) from host data",
 }
+_SPLITS = (torch.Tensor.tensor_split, torch.tensor_split)
 
 
 def declare_pure(operator: Callable[..., Any]) -> None:
@@ -68,7 +69,14 @@ def host_read(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
     # A device object may be the tensor's own (`y.to(x.device)`), which is no transfer on a GPU either.
     if function is torch.Tensor.to and "cpu" in (*[a for a in args[1:] if isinstance(a, str)], kwargs.get("device")):
         return "Tensor.to('cpu')"
+    # It reads the places itself, on the host, and dispatches nothing for that.
+    if function in _SPLITS and any(isinstance(each, torch.Tensor) for each in (*args[1:], *_other_than_input(kwargs))):
+        return "tensor_split(...) at places that a tensor holds"
     return None
+
+
+def _other_than_input(kwargs: dict[str, Any]) -> list[Any]:
+    return [value for name, value in kwargs.items() if name != "input"]
 
 
 def illegal(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, str] | None:

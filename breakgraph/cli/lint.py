@@ -40,12 +40,15 @@ def lint(
     """
     with exit_status(runs_code=True):
         from breakgraph.tools.linting.lint import lint as run
-        from breakgraph.tools.targets import call_target
+        from breakgraph.tools.targets import call_target, ended
 
         raise_on_interrupt()
         forward, inputs, kwargs = _case(call_target(target), target=target)
-        with contextlib.redirect_stdout(sys.stderr):  # what the forward prints
-            report = run(forward, *inputs, kwargs=kwargs)
+        try:
+            with contextlib.redirect_stdout(sys.stderr):  # what the forward prints
+                report = run(forward, *inputs, kwargs=kwargs)
+        except SystemExit as error:
+            raise ended(target, error) from error
         if as_json:
             write(json.dumps(report.as_dict(), indent=1) + "\n")
         elif sys.stdout.isatty():

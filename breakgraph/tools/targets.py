@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 from breakgraph.errors import ConfigError, add_note
 
-__all__ = ["call_target", "load_target"]
+__all__ = ["call_target", "ended", "load_target"]
 
 
 def load_target(target: str) -> Callable[..., Any]:
@@ -71,12 +72,45 @@ def call_target(target: str) -> Any:
     """
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            return load_target(target)()
+            function = load_target(target)
+            _refuse_arguments(function, target)
+            return function()
     except ConfigError:
         raise
+    except SystemExit as error:
+        raise ended(target, error) from error
     except BaseException as error:
         add_note(error, f"raised by {target}, which was called without arguments")
         raise
+
+
+def ended(target: str, error: SystemExit) -> ConfigError:
+    """The error for code of the user's that ends the program: whoever runs the command would take its status for the answer.
+
+    Args:
+        target: What was named on the command line.
+        error: What it raised.
+    """
+    return ConfigError(
+        f"{target!r} ended the program with {error.code!r} (sys.exit, or argparse that refused the command line).",
+        why="Its status would be taken for that of this command.",
+        fix="Let the function return, and keep what parses arguments below: if __name__ == '__main__'.",
+    )
+
+
+def _refuse_arguments(function: Callable[..., Any], target: str) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # one in C may have none
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise ConfigError(
+            f"{target!r} cannot be called without arguments: {error}; it is defined as {target.rpartition(':')[2]}{signature}.",
+            why="What is named behind the colon is called without arguments.",
+            fix="Name a function without arguments that calls it, or give its arguments defaults.",
+        ) from None
 
 
 def _module(name: str, *, target: str) -> Any:

@@ -16,6 +16,7 @@ from breakgraph.tools.linting.texts import (
     IDEMPOTENT,
     OWN_GENERATOR,
     PRINTED,
+    UNREADABLE,
     WHYS,
 )
 from breakgraph.tools.linting.watch import Sighting
@@ -51,7 +52,15 @@ def _from_sightings(runs: Sequence[Run]) -> Iterator[Finding]:
         why, fix = _reasons(sighting)
         if times[0] and not any(times[1:]):
             why = f"{why} {AT_FIRST_ONLY}"
-        yield _finding(sighting.kind, sighting.severity, sighting.place, sighting.what, why, fix, times=max(times))
+        count = 1 if _has_no_count(sighting) else max(times)
+        yield _finding(sighting.kind, sighting.severity, sighting.place, sighting.what, why, fix, times=count)
+
+
+def _has_no_count(sighting: Sighting) -> bool:
+    """Whether it was seen more often than it stands for: loops ask for lengths, and lambdas come by their first line again."""
+    if sighting.kind in (Kind.HOST_CODE, Kind.RANDOM):
+        return sighting.place.function.endswith(">")
+    return sighting.kind is Kind.HOST_BRANCH and "host data" in sighting.what
 
 
 def _reasons(sighting: Sighting) -> tuple[str, str]:
@@ -90,6 +99,8 @@ def _changed(change: Change, *, index: int) -> Iterator[Finding]:
     fails = (index > 0 and lasting) or change.has_stand_in
     severity = Severity.FAILS if fails else Severity.NOTE
     why, fix = (WHYS[Kind.ATTRIBUTE], FIXES[Kind.ATTRIBUTE]) if fails else IDEMPOTENT
+    if not fails and not change.is_readable:
+        why, fix = UNREADABLE
     if not fails and lasting:
         why = f"{WHYS[Kind.ATTRIBUTE]} {AT_FIRST_ONLY}"
     for place, label in change.places.items():

@@ -6,21 +6,26 @@ from a stand-in is one as well. `bool` has no subclasses and a string is an opti
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import dataclasses
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, SupportsIndex
 
-import attrs
 import numpy as np
-import torch
 
-__all__ = ["StandIns", "has_stand_in", "is_stand_in", "listening", "plain"]
+__all__ = ["has_stand_in", "is_stand_in", "listening", "plain", "stand_in_of"]
 
 Use = Callable[[str], None]
-_listener: list[Use] = []
+
+
+class _Listeners(threading.local):
+    """Who is told of uses, in each thread: two threads may run forwards under watch."""
+
+    def __init__(self) -> None:
+        self.stack: list[Use] = []
+
+
+_listeners = _Listeners()
 
 
 @contextmanager
@@ -30,28 +35,58 @@ def listening(use: Use) -> Iterator[None]:
     Args:
         use: Called on the stack of the code that used the stand-in.
     """
-    _listener.append(use)
+    _listeners.stack.append(use)
     try:
         yield
     finally:
-        _listener.pop()
+        _listeners.stack.pop()
 
 
 def _used(what: str) -> None:
-    if _listener:
-        _listener[-1](what)
+    if _listeners.stack:
+        _listeners.stack[-1](what)
 
 
 class _Int(int):
     """A whole number of the inputs."""
 
-    __slots__ = ()
+    def bit_length(self) -> int:
+        return stand_in_of(super().bit_length())  # type: ignore[no-any-return]
+
+    def bit_count(self) -> int:
+        return stand_in_of(super().bit_count())  # type: ignore[no-any-return]
 
 
 class _Float(float):
     """A number of the inputs."""
 
-    __slots__ = ()
+
+class _Scalar:
+    """A number of an array of the inputs: whatever numpy's own has, this has."""
+
+    scalar: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scalar":
+            raise AttributeError(name)
+        found = getattr(self.scalar, name)
+        if not callable(found) or name == "dtype":
+            return found
+        return lambda *args, **kwargs: stand_in_of(found(*map(plain, args), **kwargs))
+
+
+class _NumpyInt(_Scalar, _Int):
+    """A whole number of an array of the inputs."""
+
+
+class _NumpyFloat(_Scalar, _Float):
+    """A number of an array of the inputs."""
+
+
+def _scalar_of(value: np.integer[Any] | np.floating[Any]) -> _NumpyInt | _NumpyFloat:
+    found = _NumpyInt(int(value)) if isinstance(value, np.integer) else _NumpyFloat(float(value))
+    found.scalar = value
+    return found
 
 
 class _List(list[Any]):
@@ -68,6 +103,12 @@ class _List(list[Any]):
     def __contains__(self, item: object) -> bool:
         _used("a search in")
         return super().__contains__(item)
+
+    def copy(self) -> _List:
+        return _List(list.__iter__(self))
+
+    def __add__(self, other: Any) -> Any:
+        return _List(super().__add__(other))
 
     def __getitem__(self, key: Any) -> Any:
         found = super().__getitem__(key)
@@ -101,7 +142,7 @@ class _Array(np.ndarray[Any, Any]):
 
     def __iter__(self) -> Iterator[Any]:
         _used("a loop over")
-        return map(_stand_in_of, super().__iter__())
+        return map(stand_in_of, super().__iter__())
 
     def __bool__(self) -> bool:
         _used("a branch on")
@@ -112,22 +153,41 @@ class _Array(np.ndarray[Any, Any]):
         return len(np.asarray(self))
 
     def __getitem__(self, key: Any) -> Any:
-        return _stand_in_of(super().__getitem__(key))
+        return stand_in_of(super().__getitem__(key))
+
+    @property
+    def shape(self) -> Any:
+        return stand_in_of(np.asarray(self).shape)
+
+    @shape.setter
+    def shape(self, value: Any) -> None:
+        np.ndarray.shape.__set__(self, value)  # type: ignore[attr-defined]
+
+    @property
+    def size(self) -> Any:
+        return stand_in_of(np.asarray(self).size)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        found = super().__array_function__(function, types, args, kwargs)
+        if isinstance(found, bool | np.bool_):  # array_equal(), allclose()
+            _used("a comparison with")
+        return type(found)(map(stand_in_of, found)) if type(found) in (list, tuple) else stand_in_of(found)
 
     def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
         found = super().__array_wrap__(array, context, return_scalar)
-        if not np.ndim(found) and np.asarray(found).dtype.kind == "b":  # any(), all()
+        bare = np.asarray(found)
+        if not bare.ndim and bare.dtype.kind == "b":  # any(), all()
             _used("a comparison with")
-        return _stand_in_of(found[()] if isinstance(found, np.ndarray) and not found.ndim else found)
+        return stand_in_of(bare[()] if not bare.ndim else found)
 
     def tolist(self) -> Any:
-        return _stand_in_of(np.asarray(self).tolist())
+        return stand_in_of(np.asarray(self).tolist())
 
     def item(self, *args: Any) -> Any:
-        return _stand_in_of(np.asarray(self).item(*args))
+        return stand_in_of(np.asarray(self).item(*args))
 
 
-_KINDS: tuple[type, ...] = (_Int, _Float, _List, _Tuple, _Array)
+_KINDS: tuple[type, ...] = (_Int, _Float, _NumpyInt, _NumpyFloat, _List, _Tuple, _Array)
 _COMPARED = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 _COMPUTED = ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow", "divmod", "lshift", "rshift", "and", "or", "xor")
 _UNARY = ("neg", "abs", "pos", "invert", "round", "trunc", "ceil", "floor")
@@ -145,8 +205,17 @@ def _add_operators(kind: type, base: type) -> None:
 
         return compare
 
-    def computation(method: Any) -> Callable[..., Any]:
-        return lambda self, *args: _stand_in_of(method(self, *args))
+    def computation(method: Any, name: str) -> Callable[..., Any]:
+        def compute(self: Any, *args: Any) -> Any:
+            if isinstance(self, _Scalar):
+                found = getattr(self.scalar, f"__{name}__", None)
+                result = NotImplemented if found is None else found(*map(plain, args))
+                return stand_in_of(method(self, *args) if result is NotImplemented else result)
+            if name in ("mul", "rmul") and isinstance(args[0], list | tuple | str):
+                _used("a repetition by")
+            return stand_in_of(method(self, *args))
+
+        return compute
 
     def conversion(method: Any, name: str) -> Callable[[Any], Any]:
         def convert(self: Any) -> Any:
@@ -160,7 +229,7 @@ def _add_operators(kind: type, base: type) -> None:
     for name in (*_COMPUTED, *(f"r{name}" for name in _COMPUTED), *_UNARY):
         method = getattr(base, f"__{name}__", None)
         if method is not None:
-            setattr(kind, f"__{name}__", computation(method))
+            setattr(kind, f"__{name}__", computation(method, name))
     for name in ("bool", "int", "float"):
         setattr(kind, f"__{name}__", conversion(getattr(base, f"__{name}__"), name))
     setattr(kind, "__hash__", base.__hash__)  # noqa: B010  # a class with __eq__ and without it cannot be a key
@@ -204,6 +273,8 @@ def plain(value: Any) -> Any:
         value: Arguments of an operator.
     """
     kind = type(value)
+    if kind is _NumpyInt or kind is _NumpyFloat:
+        return value.scalar
     if kind is _Int:
         return int.__int__(value)
     if kind is _Float:
@@ -221,21 +292,23 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _stand_in_of(value: Any) -> Any:
-    """A stand-in for a number, or for a sequence of numbers; anything else as it is."""
+def stand_in_of(value: Any) -> Any:
+    """A stand-in for a number, or for a sequence of numbers; anything else as it is.
+
+    Args:
+        value: Any value.
+    """
     kind = type(value)
     if kind is int:
         return _Int(value)
     if kind is float:
         return _Float(value)
-    if isinstance(value, np.integer):
-        return _Int(int(value))
-    if isinstance(value, np.floating):
-        return _Float(float(value))
+    if isinstance(value, np.integer | np.floating):
+        return _scalar_of(value)
     if kind is np.ndarray:
         return value.view(_Array)
     if (kind is list or kind is tuple) and value and _is_host_data(value):
-        items = [_stand_in_of(item) for item in value]
+        items = [stand_in_of(item) for item in value]
         return _List(items) if kind is list else _Tuple(items)
     return value
 
@@ -243,102 +316,4 @@ def _stand_in_of(value: Any) -> Any:
 def _is_host_data(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return type(value) in (list, tuple, _List, _Tuple) and all(map(_is_host_data, value))
-    return type(value) in (int, float, _Int, _Float)
-
-
-class StandIns:
-    """Makes example inputs with stand-ins in place of their host data.
-
-    Attributes:
-        count: How many leaves of the inputs have one.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._copies: dict[int, Any] = {}
-        self._originals: dict[int, Any] = {}
-        self._held: list[Any] = []
-
-    def of(self, value: Any) -> Any:
-        """A copy of a nesting: containers, dataclasses and attrs objects are copied, once each; tensors are the same.
-
-        Args:
-            value: An input.
-        """
-        made = _stand_in_of(value)
-        if made is not value:
-            self.count += 1
-            return self._remember(value, made)
-        if id(value) in self._copies:
-            return self._copies[id(value)]
-        kind = type(value)
-        if kind is list:
-            copied: Any = self._remember(value, [])
-            copied.extend(self.of(item) for item in value)
-            return copied
-        if kind is dict:
-            copied = self._remember(value, {})
-            copied.update((key, self.of(item)) for key, item in value.items())
-            return copied
-        if isinstance(value, tuple):
-            items = [self.of(item) for item in value]
-            if kind is tuple:
-                return self._remember(value, tuple(items))
-            return self._remember(value, kind._make(items)) if _is_named_tuple(kind) else value
-        names = _fields(value)
-        if not names:
-            return value
-        with contextlib.suppress(Exception):  # an object that cannot be copied goes in as it is
-            copied = copy.copy(value)
-            self._remember(value, copied)
-            for name in names:
-                object.__setattr__(copied, name, self.of(getattr(value, name)))
-            return copied
-        return value
-
-    def made(self, value: Any) -> bool:
-        """True for a copy of an input that was made here, which holds host data or is next to some.
-
-        Args:
-            value: Any object.
-        """
-        return id(value) in self._originals
-
-    def original(self, value: Any) -> Any:
-        """The input that a copy stands for, or the value without stand-ins.
-
-        Args:
-            value: An argument of a break.
-        """
-        if id(value) in self._originals:
-            return self._originals[id(value)]
-        kind = type(value)
-        if kind is not list and kind is not tuple and kind is not dict:
-            return plain(value)
-        items = list(value.values()) if kind is dict else list(value)
-        found = [self.original(item) for item in items]
-        if all(item is original for item, original in zip(items, found, strict=True)):
-            return value  # the break may write it
-        return dict(zip(value, found, strict=True)) if kind is dict else kind(found)
-
-    def _remember(self, original: Any, made: Any) -> Any:
-        self._held += (original, made)  # so that their ids stay theirs
-        if not isinstance(made, int | float):
-            self._copies[id(original)] = made
-        self._originals[id(made)] = original
-        return made
-
-
-def _is_named_tuple(kind: type) -> bool:
-    """True for a named tuple."""
-    return isinstance(getattr(kind, "_fields", None), tuple)
-
-
-def _fields(value: Any) -> list[str]:
-    if isinstance(value, type | torch.Tensor):
-        return []
-    if attrs.has(type(value)):
-        return [field.name for field in attrs.fields(type(value))]
-    if dataclasses.is_dataclass(value):
-        return [field.name for field in dataclasses.fields(value)]
-    return []
+    return type(value) in (int, float, _Int, _Float, _NumpyInt, _NumpyFloat)

@@ -11,11 +11,12 @@ from breakgraph.errors import CaptureIllegalError, ConfigError
 from breakgraph.replay_context import current_frame
 from breakgraph.tools.linting.breaks import suggestions
 from breakgraph.tools.linting.findings import findings_of
-from breakgraph.tools.linting.host_data import StandIns
 from breakgraph.tools.linting.parameters import code_of, host_parameters, parameter_uses
 from breakgraph.tools.linting.report import LintReport
-from breakgraph.tools.linting.restore import modules_of, restored, tensors_of
+from breakgraph.tools.linting.restore import containers_of, modules_of, restored, tensors_of
 from breakgraph.tools.linting.runs import Run, run
+from breakgraph.tools.linting.stand_ins import StandIns
+from breakgraph.tools.linting.watch import HostNames
 
 __all__ = ["lint"]
 
@@ -49,19 +50,26 @@ def lint(forward: Callable[..., Any], /, *inputs: Any, kwargs: Mapping[str, Any]
         BaseException: Whatever the forward raised, unchanged, with a note.
     """
     named = _checked(forward, kwargs)
-    modules = modules_of(forward, (inputs, named))
-    tensors = tensors_of((inputs, named), modules)
+    stand_ins = StandIns()
+    try:
+        modules = modules_of(forward, (inputs, named))
+        tensors = tensors_of((inputs, named), modules)
+        given, given_named = stand_ins.of(tuple(inputs)), stand_ins.of(named)
+    except RecursionError:
+        raise ConfigError(
+            "lint() got inputs that hold themselves, or containers nested hundreds deep; expected nestings that end.",
+            why="They are opened to find their tensors and the host data in them.",
+            fix="Hand over the tensors and numbers that the forward needs, or bind the object with functools.partial.",
+        ) from None
     devices = [tensor.device for tensor in (*tensors, *(p for module in modules for p in module.parameters()))]
     device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
-    stand_ins = StandIns()
-    given, given_named = stand_ins.of(tuple(inputs)), stand_ins.of(named)
     outer = current_frame()
     if outer is not None:
         stand_ins.of(dict(outer.context.live))  # counted; the run makes the same ones
     runs: list[Run] = []
     unseen: list[str] = []
     try:
-        with restored(tensors) as put_back:
+        with restored(tensors, containers=containers_of((inputs, named))) as put_back:
             for _ in range(2):
                 put_back()
                 runs.append(run(forward, inputs, named, device=device))
@@ -76,11 +84,12 @@ def lint(forward: Callable[..., Any], /, *inputs: Any, kwargs: Mapping[str, Any]
                     names = host_parameters(forward, inputs, named)
                     uses = list(parameter_uses(forward, names))
                     runs[-1].sightings.update(uses)
-                    runs[-1].host_names.update({(use.place.path, use.place.function): names for use in uses})
+                    runs[-1].host_names.update({(use.place.path, use.place.function): HostNames(names) for use in uses})
         found = findings_of(runs)
     finally:
         for each in reversed(runs):
             each.changes.undo()
+    unseen += [f"host data in inputs of type {name}: no stand-ins" for name in sorted(stand_ins.unfollowed)]
     unseen += sorted({text for each in runs for text in each.unread})
     host_names = {place: names for each in runs for place, names in each.host_names.items()}
     marks = suggestions(found, forward=code_of(forward), host_names=host_names)

@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import nn
 
-from breakgraph.tools.linting.host_data import StandIns
 from breakgraph.tools.linting.places import Place
 from breakgraph.tools.linting.report import Kind, Severity
 from breakgraph.tools.linting.source import own_nodes, source_of
+from breakgraph.tools.linting.stand_ins import StandIns
 from breakgraph.tools.linting.watch import Sighting
 
 __all__ = ["code_of", "host_parameters", "parameter_uses"]
@@ -38,7 +38,10 @@ def _function_of(forward: Any) -> FunctionType | None:
         if isinstance(forward, functools.partial):
             forward = forward.func
         elif isinstance(forward, nn.Module):
-            forward = type(forward).forward
+            found = inspect.getattr_static(type(forward), "forward", None)  # that of a scripted one is found by code
+            if not isinstance(found, FunctionType):
+                return None
+            forward = found
         elif isinstance(forward, MethodType):
             forward = forward.__func__
         elif isinstance(forward, FunctionType):

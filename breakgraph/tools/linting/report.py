@@ -88,16 +88,20 @@ class Suggestion:
         last: The last of them.
         reads: Names that the lines need from before.
         assigns: Names that they set and that are read afterwards.
+        live: Those of the names read that are host data of the inputs, to be named in `live=`.
         text: What to do, in full.
+        example: A mark and the head of a function, where the lines can be moved as they are.
     """
 
     path: str
     function: str
     first: int
     last: int
-    reads: tuple[str, ...]
-    assigns: tuple[str, ...]
-    text: str
+    reads: tuple[str, ...] = ()
+    assigns: tuple[str, ...] = ()
+    live: tuple[str, ...] = ()
+    text: str = attrs.field(kw_only=True)
+    example: str | None = attrs.field(default=None, kw_only=True)
 
     def __str__(self) -> str:
         return self.text
@@ -146,14 +150,13 @@ class LintReport:
             lines += ["", suggestion.text]
         if self.unseen:
             lines += ["", *(f"not seen: {text}" for text in self.unseen)]
-        if lines:
-            lines.append("")
-        return "\n".join([*lines, self.summary()])
+        return "\n".join([*lines, "", self.summary()]).lstrip("\n")
 
     def summary(self) -> str:
         """One line with the counts."""
         if not self.findings:
-            return f"Nothing found in this forward on {self.device}."
+            seen = "what was seen of this forward" if self.unseen else "this forward"
+            return f"Nothing found in {seen} on {self.device}."
         return f"{_count(self.failures, 'failure')}, {_count(self.notes, 'note')} on {self.device}."
 
     def as_dict(self) -> Mapping[str, Any]:

@@ -10,10 +10,10 @@ import attrs
 import torch
 
 from breakgraph.errors import add_note
-from breakgraph.tools.linting.host_data import StandIns
+from breakgraph.tools.linting.stand_ins import StandIns
 from breakgraph.tools.linting.state import Changes, KeptTensor
 from breakgraph.tools.linting.trace import Tracer
-from breakgraph.tools.linting.watch import Sighting, Watch
+from breakgraph.tools.linting.watch import HostNames, Sighting, Watch
 
 __all__ = ["Run", "run"]
 
@@ -26,14 +26,14 @@ class Run:
         sightings: What was seen, and how often.
         changes: What Python state was written.
         kept: The tensors that are alive afterwards.
-        host_names: Variables that held host data where it was used: (path, function) -> names.
+        host_names: Variables that held host data where it was used, by (path, function).
         unread: What ran and could not be judged, and why.
     """
 
     sightings: Counter[Sighting]
     changes: Changes
     kept: list[KeptTensor]
-    host_names: dict[tuple[str, str], set[str]]
+    host_names: dict[tuple[str, str], HostNames]
     unread: set[str]
 
 

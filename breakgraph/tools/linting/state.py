@@ -6,19 +6,20 @@ import contextlib
 import gc
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import attrs
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from breakgraph.tools.linting.host_data import has_stand_in
 from breakgraph.tools.linting.places import Place
-from breakgraph.tools.linting.values import UNKNOWN, attribute_of
+from breakgraph.tools.linting.values import UNKNOWN, attribute_of, is_readable
 
-__all__ = ["Change", "Changes", "KeptTensor", "MadeTensors", "is_container"]
+__all__ = ["Change", "Changes", "KeptTensor", "MadeTensors", "is_container", "refill"]
 
 _MISSING = object()
 _CONTAINERS = (list, dict, set, deque, np.ndarray)
@@ -41,6 +42,7 @@ class Change:
         is_lasting: Whether it was another value after the run.
         has_stand_in: Whether that was a stand-in for host data of the inputs.
         tensors: The `id` of each tensor that it held then.
+        is_readable: False where the attribute's value cannot be known without code of the user's.
     """
 
     owner: Any
@@ -50,10 +52,12 @@ class Change:
     is_lasting: bool = False
     has_stand_in: bool = False
     tensors: tuple[int, ...] = ()
+    is_readable: bool = True
 
     def settle(self) -> None:
         """Takes down how it is at the end of the run."""
         now = self.now()
+        self.is_readable = self.name is None or isinstance(self.owner, dict) or is_readable(self.owner, self.name)
         try:
             self.is_lasting = not _same(self.before, now)
         except RecursionError:  # it holds itself
@@ -74,7 +78,7 @@ class Change:
         """Puts the value back, as far as the object lets others write it."""
         with contextlib.suppress(Exception):
             if self.name is None:
-                _refill(self.owner, self.before)
+                refill(self.owner, self.before)
             elif isinstance(self.owner, dict):
                 _put(self.owner, self.name, self.before)
             elif self.before is _MISSING:
@@ -95,6 +99,7 @@ class Changes:
     def __init__(self, *, inputs: Iterable[Any] = ()) -> None:
         self.all: dict[tuple[int, str | None], Change] = {}
         self._inputs = tuple(inputs)
+        self._old: dict[int, Any] = {}
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
@@ -119,8 +124,36 @@ class Changes:
         if any(value is each for each in self._inputs) or any(value is each.owner for each in self.all.values()):
             return True
         if not gc.is_tracked(value):
-            return owner is not UNKNOWN and self.is_old(owner)
+            return id(value) in self._old or (owner is not UNKNOWN and self.is_old(owner))
         return not any(value is each for each in gc.get_objects(generation=0))
+
+    def note_old(self, value: Any) -> None:
+        """Remembers that a container of plain values is older than the run, under whatever name it is met later.
+
+        Args:
+            value: What an old object holds.
+        """
+        if is_container(value) and not gc.is_tracked(value) and not self._was_put(value):
+            self._old[id(value)] = value
+
+    def is_held_by_old(self, value: Any) -> bool:
+        """Whether something older than the run holds a container of plain values. Cost: a walk over all objects.
+
+        Args:
+            value: The container.
+        """
+        for referrer in gc.get_referrers(value):
+            kind = type(referrer)
+            if kind is not types.FrameType and self.is_old(referrer) and not self._was_put(value):
+                return True
+        return False
+
+    def _was_put(self, value: Any) -> bool:
+        """Whether this run itself made an old object hold a value."""
+        for change in self.all.values():
+            if change.name is not None and change.before is not value and change.now() is value:
+                return True
+        return False
 
     def wrote(self, owner: Any, name: str | None, *, label: str, place: Place) -> None:
         """Notes a write that is about to happen.
@@ -137,6 +170,20 @@ class Changes:
             change = self.all[key] = Change(owner, name, _MISSING)
             change.before = _copied(owner) if name is None else change.now()
         change.places.setdefault(place, label)
+
+    def wrote_data(self, tensor: torch.Tensor, *, label: str, place: Place) -> None:
+        """Notes that a tensor is about to get other memory, by `tensor.data = ...`.
+
+        Args:
+            tensor: The tensor.
+            label: In words.
+            place: The line.
+        """
+        is_first = (id(tensor), "data") not in self.all
+        self.wrote(tensor, "data", label=label, place=place)
+        if is_first:
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                self.all[id(tensor), "data"].before = tensor.detach()
 
     def undo(self) -> None:
         """Puts everything back, the latest first."""
@@ -304,12 +351,24 @@ def _copied(container: Any) -> Any:
     return container.copy() if is_container(container) else container
 
 
-def _refill(container: Any, before: Any) -> None:
+def refill(container: Any, before: Any) -> None:
+    """Gives a container the items that it had.
+
+    Args:
+        container: A list, dict, set, deque or array.
+        before: A copy of it from before.
+    """
     if isinstance(container, np.ndarray):
         container[...] = before
         return
+    if isinstance(container, dict):  # not by methods of the user's, which may refuse
+        base: Any = OrderedDict if isinstance(container, OrderedDict) else dict
+        base.clear(container)
+        for key, value in before.items():
+            base.__setitem__(container, key, value)
+        return
     container.clear()
-    if isinstance(container, dict | set):
+    if isinstance(container, set):
         container.update(before)
     else:
         container.extend(before)

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from breakgraph.tools.linting.report import Kind
 
-__all__ = ["AT_FIRST_ONLY", "DEFAULT_GENERATOR", "FIXES", "GUARD", "IDEMPOTENT", "OWN_GENERATOR", "PRINTED", "WHYS"]
+__all__ = [
+    "AT_FIRST_ONLY",
+    "DEFAULT_GENERATOR",
+    "FIXES",
+    "GUARD",
+    "IDEMPOTENT",
+    "OWN_GENERATOR",
+    "PRINTED",
+    "UNREADABLE",
+    "WHYS",
+]
 
 _FROZEN = "A replay runs no Python: what was decided at capture holds for every replay."
 
@@ -50,5 +60,9 @@ PRINTED = ("It is printed at capture and not at replays.", "Nothing to do, where
 IDEMPOTENT = (
     "Both runs left the value it had before, so replays miss nothing here.",
     "Nothing to do, unless other inputs write another value.",
+)
+UNREADABLE = (
+    "What it holds cannot be read from outside, so it is not known whether a replay misses something: it runs no Python.",
+    "Keep it in a tensor that is updated in place, or write it in a function marked with @eager_on_graph.",
 )
 AT_FIRST_ONLY = "Only the first of two calls did it: a call before the capture may be enough."

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import functools
 import types
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["UNKNOWN", "attribute_of", "evaluate"]
+__all__ = ["UNKNOWN", "attribute_of", "evaluate", "is_readable"]
 
 UNKNOWN = object()
 """What an expression evaluates to that would have to run code."""
@@ -55,8 +56,10 @@ def evaluate(expression: ast.expr, frame: FrameType) -> Any:
 
 
 def _looked_up(call: ast.Call, frame: FrameType) -> Any:
-    """The value of `type(x)` or `getattr(x, name)`, the two calls that only look something up."""
+    """The value of `type(x)`, `getattr(x, name)` or `super()`, the calls that only look something up."""
     function = evaluate(call.func, frame) if isinstance(call.func, ast.Name) else UNKNOWN
+    if function is super and not call.args and frame.f_code.co_argcount:
+        return frame.f_locals.get(frame.f_code.co_varnames[0], UNKNOWN)
     if function is type and len(call.args) == 1:
         value = evaluate(call.args[0], frame)
         return UNKNOWN if value is UNKNOWN else type(value)
@@ -81,15 +84,33 @@ def attribute_of(value: Any, name: str) -> Any:
             found = value.__dict__ if table == "__dict__" else value.__dict__.get(table, {})
             if name in found:
                 return found[name]
-    kind = type(value)
-    if not isinstance(value, type | types.ModuleType):
-        for base in kind.__mro__:
-            if isinstance(base.__dict__.get(name), _COMPUTED):
-                return UNKNOWN
+    if not is_readable(value, name):
+        return UNKNOWN
+    if isinstance(value, type):
+        return _got(getattr, value, name)
+    # The method of a class in C, such as that of `threading.local`, is no code of the user's either.
+    getter: Any = type(value).__getattribute__
+    is_plain = isinstance(value, types.ModuleType) or not isinstance(getter, types.WrapperDescriptorType)
+    return _got(object.__getattribute__ if is_plain else getter, value, name)
+
+
+def _got(getter: Callable[[Any, str], Any], value: Any, name: str) -> Any:
     try:
-        return object.__getattribute__(value, name) if not isinstance(value, type) else getattr(value, name)
+        return getter(value, name)
     except Exception:
         return UNKNOWN
+
+
+def is_readable(value: Any, name: str) -> bool:
+    """False for an attribute that code of the user's would have to compute.
+
+    Args:
+        value: Any object.
+        name: The attribute's.
+    """
+    if isinstance(value, type | types.ModuleType):
+        return True
+    return not any(isinstance(base.__dict__.get(name), _COMPUTED) for base in type(value).__mro__)
 
 
 def _item(container: Any, key: Any) -> Any:

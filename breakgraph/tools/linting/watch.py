@@ -18,13 +18,14 @@ from breakgraph.backends.emulated_rules import tensors_in
 from breakgraph.backends.operator_watch import watched_operators
 from breakgraph.replay_context import Frame, MarkedCall, Phase, ReplayContext, current_frame, install
 from breakgraph.structure import storage_address
-from breakgraph.tools.linting.host_data import StandIns, has_stand_in, listening, plain
+from breakgraph.tools.linting.host_data import has_stand_in, listening, plain
 from breakgraph.tools.linting.places import Place, place_of, user_frame
 from breakgraph.tools.linting.report import Kind, Severity
 from breakgraph.tools.linting.source import source_of
+from breakgraph.tools.linting.stand_ins import StandIns
 from breakgraph.tools.linting.state import MadeTensors
 
-__all__ = ["Sighting", "Watch"]
+__all__ = ["HostNames", "Sighting", "Watch"]
 
 _aten = torch.ops.aten
 _ALLOCATIONS = frozenset(
@@ -58,6 +59,24 @@ class Sighting:
     own_generator: bool = False
 
 
+@attrs.frozen
+class HostNames:
+    """Variables of a function that hold host data.
+
+    Attributes:
+        given: Those that hold inputs of the forward, or what such an input holds.
+        derived: Those that hold what was computed from them.
+    """
+
+    given: set[str] = attrs.field(factory=set)
+    derived: set[str] = attrs.field(factory=set)
+
+    def add(self, other: HostNames) -> None:
+        """Takes the names of another one in as well."""
+        self.given.update(other.given)
+        self.derived.update(other.derived)
+
+
 class Watch(Frame):
     """Watches one run of a forward; bodies of breaks are left out.
 
@@ -68,7 +87,7 @@ class Watch(Frame):
     Attributes:
         sightings: What was seen, and how often.
         made: The tensors that were made.
-        host_names: Variables that held host data where it was used: (path, function) -> names.
+        host_names: Variables that held host data where it was used, by (path, function).
         is_paused: True inside a break.
     """
 
@@ -76,7 +95,7 @@ class Watch(Frame):
         self.context = ReplayContext(phase=Phase.EAGER)
         self.sightings: Counter[Sighting] = Counter()
         self.made = MadeTensors()
-        self.host_names: dict[tuple[str, str], set[str]] = {}
+        self.host_names: dict[tuple[str, str], HostNames] = {}
         self.is_paused = False
         self._device = device
         self._stand_ins = stand_ins
@@ -138,13 +157,15 @@ class Watch(Frame):
         Args:
             frame: One that uses host data.
         """
+        if self._stand_ins is None:
+            return
         place = place_of(frame)
-        names = self.host_names.setdefault((place.path, place.function), set())
-        names.update(
-            name
-            for name, value in frame.f_locals.items()
-            if has_stand_in(value) or (self._stand_ins is not None and self._stand_ins.made(value))
-        )
+        names = self.host_names.setdefault((place.path, place.function), HostNames())
+        for name, value in frame.f_locals.items():
+            if self._stand_ins.made(value):
+                names.given.add(name)
+            elif has_stand_in(value):
+                names.derived.add(name)
 
     # What a frame is asked.
 
