@@ -248,6 +248,30 @@ def test_an_exception_of_the_replay_alone_is_a_verdict(backend: str, device: tor
     assert "replays repeat themselves" not in found.diagnosis.tried
 
 
+class KeepsKeys(nn.Module):
+    """A break that appends what a segment made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: list[torch.Tensor] = []
+
+    @verify_faults.eager_on_graph
+    def append(self, k: torch.Tensor) -> torch.Tensor:
+        """Keep the tensor itself."""
+        self.keys.append(k)
+        return torch.stack(self.keys[-2:]).sum(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Project and append."""
+        return self.append(x * 2) + 1
+
+
+def test_a_kept_tensor_of_a_segment_weakens_a_verdict(backend: str, device: torch.device) -> None:
+    """A list of keys that are one buffer is said, by name, also where each run by itself equals eager."""
+    found = verify(KeepsKeys(), example=lambda n: {"x": torch.randn(4, device=device)}, backend=backend)
+    assert "KeepsKeys.keys holds a tensor of (4,) that a segment made" in str(found) or not found.ok
+
+
 def test_nothing_is_left_behind(device: torch.device, backend: str) -> None:
     """Attributes and generators, the declared ones too, are as before; no observer stays on a graph."""
     generator = torch.Generator(device=device)

@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 import torch
 
+from breakgraph.addresses import plain_tensors
 from breakgraph.capture import GraphPool, Saveable
 from breakgraph.divergence import Divergence, first_divergence, step_in_words
 from breakgraph.errors import ConfigError
@@ -18,6 +19,7 @@ from breakgraph.runner import GraphRunner
 from breakgraph.tools.verifying.case import Case, PythonState, plain_attributes
 from breakgraph.tools.verifying.diagnose import diagnose
 from breakgraph.tools.verifying.forward_runs import ForwardRuns
+from breakgraph.tools.verifying.naming import tensor_name
 from breakgraph.tools.verifying.report import Verification
 from breakgraph.tools.verifying.tape import record
 from breakgraph.verification import Compared, Outcome, StateKeeper, difference
@@ -87,11 +89,11 @@ def verify(
                 found = _compared(attrs.evolve(case, python=PythonState(watched), compared=compared), number)
                 if not found.ok:
                     return found
+            notes = tuple(_kept(case))
     finally:
         python.restore()
-    notes = (
-        ("every round had the inputs of the capture, so what is frozen of them does not show",) if runs.repeats else ()
-    )
+    if runs.repeats:
+        notes = ("every round had the inputs of the capture, so what is frozen of them does not show", *notes)
     return Verification(case.graph.name, rounds, notes=notes)
 
 
@@ -146,6 +148,19 @@ def verify_key(
             if not found.ok:
                 return found
     return Verification(name, rounds)
+
+
+def _kept(case: Case) -> Iterator[str]:
+    """Tensors of segments that a replay has left in attributes: within a step they are right, behind it they are one buffer."""
+    pool = case.graph.pool
+    case.outcome_of_replay()
+    for tensor in plain_tensors(case.modules):
+        if pool is not None and (pool.backend.made_by_a_segment(tensor) or pool.arena.holds(tensor)):
+            yield (
+                f"{tensor_name(tensor, case.modules)} holds a tensor of {tuple(tensor.shape)} that a segment made: each replay "
+                "writes it anew, so what a later step reads there is not this step's; keep a clone"
+            )
+            return
 
 
 @contextmanager
