@@ -380,7 +380,9 @@ def test_the_dynamic_rope_of_a_llama_is_named() -> None:
     report = _of_transformers(model)
     update = modeling_rope_utils.dynamic_rope_update
     found = _found(report, inspect.getsourcefile(update))
-    assert Kind.HOST_BRANCH in found[_source_line(update, "if seq_len > ")]
+    text = Path(inspect.getsourcefile(update) or "").read_text().splitlines()
+    branches = [text[line - 1].strip() for line, kinds in found.items() if Kind.HOST_BRANCH in kinds]
+    assert any(branch.startswith("if seq_len > ") for branch in branches), branches
     kept = [f for f in report.failures if f.kind is Kind.KEPT_TENSOR]
     assert any("RotaryEmbedding.inv_freq" in finding.what for finding in kept), kept
 

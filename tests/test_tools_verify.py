@@ -190,7 +190,7 @@ def test_a_moved_weight_of_a_runners_graph_is_named(device: torch.device) -> Non
     rig = PrefillRig(device, sizes=(8,), model=model, verify="never", measure="never")
     rig.capture()
     kept = model.up.data
-    model.up.data = torch.randn_like(kept)
+    model.up.data = kept + 1
     found = verify_key(rig.runner, PrefillKey(8), modules=(model,))
     assert found.diagnosis is not None
     assert found.diagnosis.cause is Cause.MOVED_BUFFER
