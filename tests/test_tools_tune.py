@@ -990,6 +990,31 @@ def test_a_file_that_somebody_else_replaces_is_told(tmp_path: Path, caplog: pyte
     assert sum("was replaced by somebody else" in record.message for record in caplog.records) == 1
 
 
+def test_a_file_that_is_taken_away_ends_no_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file removed the moment it was written, or between two turns, is written anew, and nobody is said to have replaced it."""
+    path, counts = tmp_path / "sizes.jsonl", Counter({4: 1})
+    removing = [True]
+
+    def write_and_lose(target: Path, *, sizes: Mapping[str, Mapping[int, int]]) -> None:
+        write_sizes(target, sizes=sizes)
+        if removing[0]:
+            target.unlink()
+
+    monkeypatch.setattr("breakgraph.server.size_recorder.write_sizes", write_and_lose)
+    recorder = SizeRecorder(path, sizes=lambda: {"prefill": dict(counts)}, seconds=30)
+    recorder._write()
+    removing[0] = False
+    counts[5] += 1
+    recorder._write()
+    path.unlink()
+    counts[6] += 1
+    recorder._write()
+    assert read_sizes(path) == {4: 1, 5: 1, 6: 1}
+    assert not caplog.records
+
+
 def test_a_start_says_which_steps_have_no_bucket() -> None:
     """Steps above the ladder, and buckets above the steps, are said when a server starts."""
     model = speaking_model()

@@ -72,17 +72,21 @@ class SizeRecorder:
             self._failing = True
             return
         self._written, self._failing = sizes, False
-        self._seen = self._path.stat().st_mtime_ns
+        self._seen = self._stamp()
 
     def _warn_of_others(self) -> None:
-        """Say once where another process has replaced the file since our last turn."""
-        try:
-            changed = self._path.stat().st_mtime_ns if self._path.exists() else None
-        except OSError:
-            return
-        if self._seen not in (None, changed) and not self._told:
+        """Say once where another process has replaced the file since our last turn; a file that is gone is nobody's."""
+        stamp = self._stamp()
+        if not self._told and None not in (stamp, self._seen) and stamp != self._seen:
             self._told = True
             _LOG.warning("%s was replaced by somebody else; give each server a file of its own", self._path)
+
+    def _stamp(self) -> int | None:
+        """When the file was written; None where it is not there, which ends no recording."""
+        try:
+            return self._path.stat().st_mtime_ns
+        except OSError:
+            return None
 
 
 @contextmanager
