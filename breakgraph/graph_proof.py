@@ -104,7 +104,8 @@ class GraphProof(Generic[K]):
             return self._builder.replay(captured, live=live, real=real, staged=staged)
 
         def poisoned() -> Any:
-            self._builder.pool.backend.poison_unwritten()
+            with self._builder.pool.used_by(f"the proof of a step of {captured.target.where}"):
+                self._builder.pool.backend.poison_unwritten()
             return replay()
 
         def eager() -> Any:
