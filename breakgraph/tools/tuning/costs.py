@@ -113,7 +113,7 @@ class Line:
         return Line(self.sizes, tuple(values))
 
     def at(self, size: int) -> float:
-        """The value at a size. About 1 us.
+        """The value at a size.
 
         Args:
             size: Rows.
