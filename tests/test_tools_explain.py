@@ -454,6 +454,16 @@ def test_an_exception_of_the_users_function_is_shown(module: Callable[[str], str
     assert os.path.join("breakgraph", "cli") not in said
 
 
+def test_notes_say_where_an_exception_came_from(module: Callable[[str], str]) -> None:
+    """What the import raises is not said to come from the call; what the call raises is, an error of this package as well."""
+    module("raise KeyError('early')\n")
+    status, _, said = _run("explain", "mine.py:graph")
+    assert (status, "while mine.py was imported" in said, "was called without arguments" in said) == (2, True, False)
+    module("from breakgraph import BreakableCUDAGraph\n\ndef graph():\n    BreakableCUDAGraph(name='n').replay()\n")
+    status, _, said = _run("explain", "mine.py:graph")
+    assert (status, "n was replayed" in said, "was called without arguments" in said) == (2, True, True)
+
+
 @pytest.mark.demo
 def test_the_demos_prefill_agrees_with_its_graph() -> None:
     """SmolLM2: 30 attention breaks, 31 segments, and the kernels that the graph's segments hold."""

@@ -70,18 +70,19 @@ def call_target(target: str) -> Any:
         ConfigError: See `load_target`.
         BaseException: Whatever it raised, unchanged, with a note.
     """
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
             function = load_target(target)
             _refuse_arguments(function, target)
+        except SystemExit as error:
+            raise ended(target, error) from error
+        try:
             return function()
-    except ConfigError:
-        raise
-    except SystemExit as error:
-        raise ended(target, error) from error
-    except BaseException as error:
-        add_note(error, f"raised by {target}, which was called without arguments")
-        raise
+        except SystemExit as error:
+            raise ended(target, error) from error
+        except BaseException as error:
+            add_note(error, f"raised by {target}, which was called without arguments")
+            raise
 
 
 def ended(target: str, error: SystemExit) -> ConfigError:
